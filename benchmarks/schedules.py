@@ -11,7 +11,6 @@ What `benchmarks/parallel-h200.json` (0a0ebf5) has of one GPU is met within 2%, 
 import argparse
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,57 +26,48 @@ PRESET = PRESETS["llama8b"]
 TOKENS, ROWS = (512, 1024, 2048, 4096, 8192), (64, 128, 256)  # padded sizes of steps
 NUM_SEQS, DEPTH = 256, 2  # requests of a step, launches ahead on each stage
 HEAD_MS, COPY_MS = 0.6, 0.15  # the head and sampling; hidden states or tokens to another GPU
+READ_MS = 1.0  # of the host, for a step's output
 
 
-@dataclass
-class Host:
-    """Milliseconds of the host for a step."""
-
-    launch_ms: float  # its plan and its launches
-    read_ms: float = 1.0
-
-
-@dataclass
 class Stages:
     """The GPUs of a pipeline, or one: when each has done what was launched."""
 
-    num: int
-    free_ms: list[float] = field(init=False)
-    busy_ms: list[float] = field(init=False)
-    token_ms: dict[str, float] = field(default_factory=dict)  # when a request's last token is there
-
-    def __post_init__(self) -> None:
-        self.free_ms, self.busy_ms = [0.0] * self.num, [0.0] * self.num
+    def __init__(self, num: int) -> None:
+        self.num, self.free_ms, self.busy_ms = num, [0.0] * num, [0.0] * num
+        self._token_ms: dict[str, float] = {}  # when a request's last token is there
 
     def run(self, output: SchedulerOutput, now_ms: float) -> float:
         """Runs a launch; returns when its tokens are there."""
-        at = max([now_ms, *(self.token_ms.get(name, 0.0) for name in output.requests)])
+        at = max([now_ms, *(self._token_ms.get(name, 0.0) for name in output.requests)])
+        each_ms = layers_ms(output) / self.num
         for stage in range(self.num):
-            mine = layers_ms(output) / self.num
-            mine += output.num_steps * HEAD_MS * (stage == self.num - 1)
+            mine = each_ms + output.num_steps * HEAD_MS * (stage == self.num - 1)
             at = max(at, self.free_ms[stage]) + mine
             self.free_ms[stage], self.busy_ms[stage] = at, self.busy_ms[stage] + mine
             at += COPY_MS * (self.num > 1)
-        self.token_ms |= dict.fromkeys(output.requests, at)
+        self._token_ms |= dict.fromkeys(output.requests, at)
         return at
 
 
 def layers_ms(output: SchedulerOutput) -> float:
     """Returns the milliseconds of all layers in a launch."""
-    counts = output.num_scheduled_tokens
-    decodes = [output.requests[name].num_computed for name, n in counts.items() if n == 1]
-    num_tokens = sum(counts.values())
-    sizes = ROWS if output.num_steps > 1 or len(decodes) == len(counts) else TOKENS
-    wanted = len(counts) if output.num_steps > 1 else num_tokens
-    padded = next(size for size in sizes if size >= wanted)
-    if output.num_steps > 1:
-        decodes = [output.requests[name].num_computed for name in counts]
+    counts, several = output.num_scheduled_tokens, output.num_steps > 1
+    decoding = [name for name, n in counts.items() if several or n == 1]
+    contexts = sum(output.requests[name].num_computed for name in decoding)
+    is_decode = len(decoding) == len(counts)
+    num = len(counts) if is_decode else sum(counts.values())
+    padded = next(size for size in (ROWS if is_decode else TOKENS) if size >= num)
     products = max(3.9 + 0.0118 * padded, 1 + 0.0222 * padded)
-    return output.num_steps * (products + 3.33e-5 * sum(decodes))
+    return output.num_steps * (products + 3.33e-5 * contexts)
 
 
-def run(lengths: Sequence[tuple[int, int]], num_stages: int, num_steps: int, host: Host) -> str:
-    """Returns what requests of some lengths, (prompt, answer), take, in words."""
+def run(
+    lengths: Sequence[tuple[int, int]], num_stages: int, num_steps: int, launch_ms: float
+) -> str:
+    """Returns what requests of some lengths, (prompt, answer), take, in words.
+
+    launch_ms: of the host, for the plan and the launches of a step.
+    """
     group = CacheGroup(FullAttention(), (), 16, 0)
     scheduler = Scheduler(
         [group], [BlockPool(60_000 * num_stages, 16, 0)], max_num_seqs=NUM_SEQS * num_stages,
@@ -94,12 +84,12 @@ def run(lengths: Sequence[tuple[int, int]], num_stages: int, num_steps: int, hos
             output = scheduler.schedule(num_steps)
             if not output.num_scheduled_tokens:
                 break
-            now_ms += host.launch_ms
+            now_ms += launch_ms
             gains = {name: r.num_in_flight - due[name] for name, r in output.requests.items()}
             due += Counter(gains)
             in_flight.append((output, stages.run(output, now_ms), gains))
         output, at, gains = in_flight.popleft()
-        now_ms = max(now_ms, at) + host.read_ms
+        now_ms = max(now_ms, at) + READ_MS
         due -= Counter(gains)
         scheduler.update(output, {name: [5] * n for name, n in gains.items() if n})
         for name in (name for name, n in gains.items() if n):
@@ -119,13 +109,13 @@ def main() -> None:
     parser.add_argument("--num-decode-steps", type=int, default=1)
     parser.add_argument("--launch-ms", type=float, help="of the host, a step")
     args = parser.parse_args()
-    host = Host(args.launch_ms or (1.0 if args.stages == 1 else 6.0))
+    launch_ms = args.launch_ms or (1.0 if args.stages == 1 else 6.0)
     num, length, new = PRESET.offline
     rng = np.random.default_rng(1)
     mixed = [rng.integers(*bounds, num * args.stages).tolist() for bounds in PRESET.mixed]
     longest = sorted(zip(*mixed, strict=True), key=lambda pair: -pair[1])
     for name, lengths in (("equal", [(length, new)] * num * args.stages), ("mixed", longest)):
-        print(f"{name}: {run(lengths, args.stages, args.num_decode_steps, host)}")
+        print(f"{name}: {run(lengths, args.stages, args.num_decode_steps, launch_ms)}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,20 +86,16 @@ class PipelineState:
     kv: tuple[Any, ...] = each("stages")  # caches of each stage's layers
     tables: tuple[dict[str, Any], ...] = each("stages")
     sampled: tuple[Sampled, ...] = each("steps")  # oldest first; no slot is in two of them
-    # The launch of the newest step's last stage while it is under way, see `settled`: a future.
+    # The launch of the newest step's last stage while it is under way: a future of `Returned`.
     launch: Any = static(default=None)
 
     def settled(self) -> "PipelineState":
-        """Returns the state behind the launch that is under way; raises what that raised.
-
-        It returns the state of the last stage, the packed output and what the others write down.
-        """
+        """Returns the state behind the launch that is under way; raises what that raised."""
         if self.launch is None:
             return self
-        part, _, outcomes = self.launch.result()
-        *earlier, newest = self.sampled
-        newest = replace(newest, outcomes=outcomes)
-        return replace(self.put(-1, part), sampled=(*earlier, newest), launch=None)
+        returned, (*earlier, newest) = self.launch.result(), self.sampled
+        newest = replace(newest, outcomes=returned.outcomes)
+        return replace(self.put(-1, returned.part), sampled=(*earlier, newest), launch=None)
 
     def without_launch(self) -> "PipelineState":
         """Returns the state before the launch that is under way, which may have consumed it."""
@@ -133,6 +129,14 @@ class PipelineState:
             column[i, : len(row)] = row  # none where it sampled none
         step = replace(step, outcomes=(Outcome(column, None, None),) * len(step.rows))
         return replace(self, sampled=(*self.sampled[:at], step, *self.sampled[at + 1 :]))
+
+
+class Returned(NamedTuple):
+    """What the launch of a step's last stage returns."""
+
+    part: State
+    packed: Array  # the output for the host
+    outcomes: tuple[Outcome, ...]  # on the devices of each other stage
 
 
 def joined(parts: list[State]) -> PipelineState:

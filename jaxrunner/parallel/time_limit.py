@@ -2,43 +2,18 @@
 
 from collections.abc import Callable, Sequence
 import os
-import queue
-import threading
 import time
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxrunner.device.daemon_thread import DaemonThread
+
 POLL_S = 2e-5  # between polls of a device: a step's tokens are read as soon as they are there
-
-
-class _Thread:
-    """Runs one function after another."""
-
-    def __init__(self) -> None:
-        self.asked: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        # A daemon: where the device hangs, so does the thread, and must not keep the process.
-        threading.Thread(target=self._work, daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            self.ended.put(_error_of(self.asked.get()))
-
-
-def _error_of(run: Callable[[], Any]) -> BaseException | None:
-    """Runs a function, and keeps nothing of it. Returns what it raised."""
-    try:
-        run()
-    except BaseException as error:  # whatever a broken device makes JAX raise
-        return error
-    return None
-
-
 # Threads that wait for work. Starting one takes as long as a short step; a call that hangs keeps
 # its thread.
-_idle: list[_Thread] = []
+_idle: list[DaemonThread] = []
 os.register_at_fork(after_in_child=_idle.clear)
 
 
@@ -68,11 +43,11 @@ def ends_within(timeout_s: float, run: Callable[[], Any]) -> bool:
     try:
         thread = _idle.pop()
     except IndexError:
-        thread = _Thread()
-    thread.asked.put(run)
+        thread = DaemonThread()
+    ended = thread.submit(run)
     try:
-        error = thread.ended.get(timeout=max(timeout_s, 0))
-    except queue.Empty:
+        error = ended.exception(timeout=max(timeout_s, 0))
+    except TimeoutError:
         return False
     _idle.append(thread)
     if error is not None:

@@ -22,6 +22,7 @@ from jaxrunner.parallel.stage_link import Post, StageLink, links_of
 from jaxrunner.parallel.stages import (
     Outcome,
     PipelineState,
+    Returned,
     Sampled,
     is_last,
     is_spread,
@@ -130,24 +131,22 @@ class PipelinePrograms(StageTables):
         if self._thread is not None:
             launch = self._thread.submit(lambda: self._launch(run, params[-1], part, vector, x))
             state = replace(state, sampled=(*state.sampled, rows), launch=launch)
-            return state, Launched(launch, of=lambda returned: returned[1])
+            return state, Launched(launch)
         part, packed, outcome = run(params[-1], part, vector, *x)
         told = self._told(packed), SampleSize(size.num_rows)
         return self._sent(state.put(-1, part), rows, outcome, told), told[0]
 
     def _launch(
         self, run: Callable[..., Any], params: Any, part: Any, vector: np.ndarray, x: tuple
-    ) -> tuple[Any, jax.Array, tuple[Outcome, ...]]:
+    ) -> Returned:
         """Launches the last stage of a step, and the copies of what it samples."""
         part, packed, outcome = run(params, part, vector, *x)
         packed.copy_to_host_async()
-        return part, packed, self._to_others(outcome)
+        return Returned(part, packed, self._to_others(outcome))
 
     def _to_others(self, outcome: Outcome) -> tuple[Outcome, ...]:
         """Returns what the last stage sampled on the devices of each other stage."""
-        return tuple(
-            jax.device_put(outcome, at) for at, _ in zip(self._at, self._before, strict=False)
-        )
+        return tuple(jax.device_put(outcome, at) for at in self._at[: len(self._before)])
 
     def _forward(
         self, size: Any, params: Any, state: PipelineState, vector: np.ndarray, *x: jax.Array
