@@ -168,6 +168,8 @@ class LLM(PoolingMethods, LLMNames):
     ) -> RequestOutputs:
         """Answers prompts; outputs have their order. The largest `max_tokens` start first.
 
+        Of many prompts the first begin before the last are queued.
+
         prompts: a str, {"prompt": str}, {"prompt_token_ids": [int]}, or a list of them.
         sampling_params: one for all prompts, or one for each; the model's defaults where None.
         lora_request: an adapter for all prompts, or one or None for each.

@@ -8,6 +8,9 @@ import pytest
 
 from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.api.sampling_params import RequestOutputKind
+from jaxrunner.engine.completions import BEGIN_AFTER
+from jaxrunner.engine.engine import Engine
+from jaxrunner.runner.step_handle import StepHandle
 from jaxrunner.text.bad_word_ids import encode_words
 
 SIZES: dict[str, Any] = dict(
@@ -156,3 +159,22 @@ def test_longest_answers_start_first_and_no_token_differs(llm):
     for prompt, one, output in zip(prompts, params, outputs, strict=True):
         one.seed = int(drawn.integers(2**63))  # seeds are drawn in the order of prompts
         assert ids(llm, prompt, one) == output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_devices_begin_while_prompts_are_queued(shallow, replicas, monkeypatch):
+    prompts = [f"def f{i}(x):\n" for i in range(40)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+    with LLM(shallow, num_blocks=64, data_parallel_size=replicas, **SIZES) as llm:
+        alone = [ids(llm, prompt, greedy) for prompt in prompts]
+        events, add, read = [], llm.completions.add, Engine.read
+        monkeypatch.setattr(
+            llm.completions, "add", lambda *a, **k: (events.append("add"), add(*a, **k))
+        )
+        monkeypatch.setattr(Engine, "read", lambda self: (events.append("read"), read(self)))
+        monkeypatch.setattr(StepHandle, "is_ready", True)
+        outputs = llm.generate(prompts, greedy, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == alone
+        # After 16 prompts, and after 32, each replica launches two steps and reads one.
+        first = ["add"] * BEGIN_AFTER + ["read"] * replicas
+        assert events[: 2 * len(first) + 8] == first * 2 + ["add"] * 8

@@ -1,8 +1,7 @@
 """How a request is sampled and when it ends, in vLLM's names and defaults. Knows no JAX."""
 
 from collections.abc import Iterator, Mapping, Sequence
-import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -73,8 +72,8 @@ class SamplingParams:
 
     def __new__(cls, *args: Any, **kwargs: Any):
         """Names the parameters there are when one is not."""
-        known = [field.name for field in fields(cls)]
-        for name in kwargs.keys() - set(known):
+        known = cls.__dataclass_fields__
+        for name in kwargs.keys() - known.keys():
             raise TypeError(f"no sampling parameter is called {name!r}: use {', '.join(known)}")
         return super().__new__(cls)
 
@@ -99,7 +98,9 @@ class SamplingParams:
 
     def clone(self) -> "SamplingParams":
         """Returns a copy, whose fields may be set."""
-        return copy.copy(self)
+        same = object.__new__(type(self))
+        vars(same).update(vars(self))
+        return same
 
     def most_prompt_tokens(self, max_model_len: int) -> int:
         """Returns how many of a prompt's last tokens are read; -1 leaves room for one more."""

@@ -30,6 +30,8 @@ from jaxrunner.text.bad_word_ids import encode_words
 from jaxrunner.text.prompts import ParsedPrompt
 from jaxrunner.text.tokenizer import Tokenizer
 
+BEGIN_AFTER = 16  # prompts that are added between two looks at the devices
+
 
 class Completions:
     """All unfinished completions of an engine, with their texts and outputs."""
@@ -132,10 +134,15 @@ class Completions:
     def queue(
         self, requested: Iterable[RequestedPrompt], *, into: list[list[RequestState]], on_error: str
     ) -> None:
-        """Adds prompts. into: gains a list of the completions of each."""
-        for prompt, params, rest in requested:
+        """Adds prompts; devices begin with the first while many are added.
+
+        into: gains a list of the completions of each.
+        """
+        for i, (prompt, params, rest) in enumerate(requested, 1):
             into.append([])
             self.add(prompt, params, into=into[-1], on_error=on_error, **rest)
+            if i % BEGIN_AFTER == 0:
+                self.step(wait=False)
 
     @deferred
     def _put_longest_first(self, groups: Iterable[Sequence[RequestState]]) -> None:
@@ -160,13 +167,16 @@ class Completions:
 
     @phase("output")
     @deferred
-    def step(self) -> None:
-        """Runs one step of the engine, and hands its tokens to all completions."""
+    def step(self, *, wait: bool = True) -> None:
+        """Runs one step of the engine, and hands its tokens to all completions.
+
+        wait: False hands out only what is there.
+        """
         self.engine.status.check_process()  # a fork may have copied a held lock
         with self.lock:
             if self._closed:
                 return  # closed while this thread waited for the lock
-            self._hand_out(self.engine.step())
+            self._hand_out(self.engine.step(wait=wait))
 
     def _hand_out(self, gained: NewTokens) -> None:
         for request, tokens in gained:

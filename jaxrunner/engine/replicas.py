@@ -101,7 +101,7 @@ class Replicas:
         if isinstance(request.prefix_from, Request):
             related.add(request.prefix_from.request_id)
         of_each = [engine.unfinished for engine in self.engines]
-        home = next((i for i, of in enumerate(of_each) if not related.isdisjoint(of)), None)
+        home = next((i for i, of in enumerate(of_each) if any(r in of for r in related)), None)
         check_among(request, {} if home is None else of_each[home])
         self.engines[home or 0].grammars.check(request.params)
         self.worker.take_lora(adapter)  # once nothing else can refuse the request
@@ -120,8 +120,10 @@ class Replicas:
         return request
 
     @deferred
-    def step(self) -> NewTokens:
+    def step(self, *, wait: bool = True) -> NewTokens:
         """Launches steps on each device, and reads those that are done, at least one if any runs.
+
+        wait: False reads what is done alone, and waits for no grammar.
 
         Returns and raises as `Engine.step`.
         """
@@ -129,9 +131,9 @@ class Replicas:
         launch_all(self.live)
         busy = [engine for engine in self.engines if engine.oldest is not None]
         waiting = [engine for engine in self.engines if engine.grammars.num_waiting]
-        if not busy and waiting:
+        if wait and not busy and waiting:
             waiting[0].launch(block=True)
-        for engine in wait_for_one(busy):
+        for engine in wait_for_one(busy) if wait else [e for e in busy if e.is_done]:
             engine.read()
         return self._take_gained()
 
