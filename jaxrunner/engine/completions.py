@@ -261,17 +261,7 @@ class Completions:
                     self.engine.abort([state.request_id])
                 state.abort()
                 if known:
-                    self._count(state)
-
-    def _count(self, state: RequestState) -> None:
-        """Adds a completion that has ended to the totals."""
-        self.totals[f"reason {state.finish_reason}"] += 1
-        self.totals["generation_tokens"] += len(state.token_ids)
-        for i, count in enumerate(state.request.draft_counts if state.request else ()):
-            self.totals[f"drafts {i}"] += count
-        if state.index == 0:  # of the prompt
-            self.totals["prompt_tokens"] += len(state.prompt_token_ids or ())
-            self.totals["cached_tokens"] += state.request.num_cached_tokens if state.request else 0
+                    state.count(self.totals)
 
     @deferred
     def reset_prefix_cache(self, *, running: bool) -> bool:

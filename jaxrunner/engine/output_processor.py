@@ -1,5 +1,6 @@
 """Turns the tokens of a request into its user's outputs: text, stop strings, deltas, times."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 import time
 from typing import Any
@@ -120,6 +121,16 @@ class RequestState:
         """Ends the completion as aborted, unless it has ended."""
         if not self.finished:
             self._end("abort", None)
+
+    def count(self, totals: Counter[str]) -> None:
+        """Adds the completion, which has ended, to an engine's totals."""
+        totals[f"reason {self.finish_reason}"] += 1
+        totals["generation_tokens"] += len(self.token_ids)
+        for i, count in enumerate(self.request.draft_counts if self.request else ()):
+            totals[f"drafts {i}"] += count
+        if self.index == 0:  # of the prompt
+            totals["prompt_tokens"] += len(self.prompt_token_ids or ())
+            totals["cached_tokens"] += self.request.num_cached_tokens if self.request else 0
 
     def completion(self, *, delta: bool = False) -> CompletionOutput:
         """Returns the completion so far, or with `delta` what is new since the last such call."""
