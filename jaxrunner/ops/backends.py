@@ -18,7 +18,7 @@ from jaxrunner.kernels_pallas.states.state_chunks import CHUNK
 from jaxrunner.linear import Weights
 from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm
 from jaxrunner.operation import Note, Operation, run_first, unnoted
-from jaxrunner.ops import cpu_attention, experts, products, routing
+from jaxrunner.ops import cpu_attention, experts, paired_products, products, routing
 from jaxrunner.ops.adapters import low_rank
 from jaxrunner.ops.attention import (
     ATTENTION,
@@ -146,7 +146,8 @@ def fused(batch: Batch, *, note: Note = unnoted, batch_invariant: bool = False) 
         return run_first("attention", attention, batch, q, cache, spec, note=note), cache
 
     def add_norm(*args: Any, readers: Sequence[Weights] = ()) -> tuple[Array, Any]:
-        known = (add_norm_of(readers), *ADD_NORM) if readers else ADD_NORM
+        in_fp8 = (add_norm_of(readers), paired_products.add_norm_of(readers)) if readers else ()
+        known = *in_fp8, *ADD_NORM
         return run_first("add_norm", known, *args, note=note)
 
     attend_latent = functools.partial(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas.products import gated_mlp, matmul
 from jaxrunner.linear import Linear, Weights
 from jaxrunner.operation import Note, Operation, run_first
-from jaxrunner.ops import fp8_products, quantized_products
+from jaxrunner.ops import fp8_products, paired_products, quantized_products
 from jaxrunner.ops.plain import glu, multiply_parts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
@@ -169,6 +169,17 @@ def _refuses_rounded_mlp(
     return fp8_products.refuses_gates(x, down, activation)
 
 
+def _paired_mlp(x: Array, gate_up: Weights, down: Weights, activation: str, note: Note) -> Array:
+    assert isinstance(down, QuantizedLinear)
+    return paired_products.of_gates(_gate_up(x, gate_up, note), down)
+
+
+def _refuses_paired_mlp(
+    x: Array, gate_up: Weights, down: Weights, activation: str, note: Note
+) -> str | None:
+    return paired_products.refuses_gates(x, down, activation)
+
+
 def _two_products(x: Array, gate_up: Weights, down: Weights, activation: str, note: Note) -> Array:
     return project(glu(_gate_up(x, gate_up, note), activation), down, note=note)
 
@@ -184,6 +195,7 @@ BESIDE_EXPERTS = (
     Operation("glu", _glu_mlp, _refuses_glu),
     fp8_products.MLP,
     Operation("two products, units in fp8", _rounded_mlp, _refuses_rounded_mlp),
+    Operation("two products, units as pairs", _paired_mlp, _refuses_paired_mlp),
     Operation("two products", _two_products),
 )
 MLP = (

@@ -1,4 +1,4 @@
-"""Tokens that come rounded to fp8 from the norm before a product."""
+"""Tokens that come in fp8 from the norm before a product."""
 
 from typing import Any
 
@@ -30,13 +30,33 @@ class RoundedTokens:
         return self.numbers.shape
 
 
+@pytree
+class PairedTokens:
+    """Stands for a norm, [T, E], that only products read whose weights are held in fp8.
+
+    Each number is the sum of two of fp8 times its token's scale (`fp8_pairs`).
+    """
+
+    numbers: Array = leaf("pair T E", jnp.float8_e4m3fn)
+    scale: Array = leaf("T", jnp.float32)
+    dtype: Any = static()  # of the norm
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the norm."""
+        return self.numbers.shape[1:]
+
+
 def told_readers(*weights: Any) -> dict[str, Any]:
-    """Returns `readers` for `Ops.add_norm` where all round their inputs so, else nothing.
+    """Returns `readers` for `Ops.add_norm` where all may take its norm in fp8, else nothing.
 
     So an `add_norm` that knows no readers serves all other weights.
     """
 
-    def rounds(w: Any) -> bool:
-        return isinstance(w, QuantizedLinear) and w.scheme.activation == ROUNDING
+    def in_fp8(w: Any) -> bool:
+        if not isinstance(w, QuantizedLinear):
+            return False
+        given = w.scheme.activation
+        return given == ROUNDING or (given is None and w.scheme.code == ROUNDING.code)
 
-    return dict(readers=weights) if weights and all(map(rounds, weights)) else {}
+    return dict(readers=weights) if weights and all(map(in_fp8, weights)) else {}

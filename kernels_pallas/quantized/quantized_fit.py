@@ -12,6 +12,7 @@ from jaxrunner.kernels_pallas.quantized.quantized_tile import TuningConfig
 from jaxrunner.types import Array
 
 MIN_TOKENS, MAX_TOKENS = 64, 256  # fewer do not fill what `wgmma` computes at a time
+MAX_PAIRS = 128  # tokens as pairs: registers hold the sums of no more
 # Below this part of the multiprocessors `quantized_matmul`, whose tiles are as small as 8 rows,
 # makes up for widening each weight several times.
 FEWEST = 3
@@ -64,13 +65,14 @@ RULES = (
 def fit(
     x: Shaped, weight: Shaped, scale: Shaped, code: str, *, in_parts: bool = False
 ) -> TuningConfig | str:
-    """Returns the sizes for x, [T, E], weight, [F, E / packed], and scale, [F / run, G].
+    """Returns the sizes for x, [T, E], or pairs, [2, T, E], weight, [F, E / packed], and scale,
+    [F / run, G].
 
     Or why tiles do not serve them, in words.
     """
-    T = x.shape[0]
-    if not MIN_TOKENS <= T <= MAX_TOKENS:
-        return f"is ahead for {MIN_TOKENS} to {MAX_TOKENS} tokens, got {T}"
+    T, most = x.shape[-2], MAX_TOKENS if x.ndim == 2 else MAX_PAIRS
+    if not MIN_TOKENS <= T <= most:
+        return f"is ahead for {MIN_TOKENS} to {most} tokens, got {T}"
     rule = next(rule for rule in RULES if T <= rule.tokens)
     # A scale of a whole sum is multiplied with it in any case.
     found = [
@@ -101,8 +103,9 @@ def _longest(T: int, F: int, c: TuningConfig) -> float:
 
 
 def multiply(
-    x: Array, weight: Array, scale: Array, *, code: str, in_parts: bool = False, dtype: Any = None
-) -> Array:
+    x: Array, weight: Array, scale: Array, x_scale: Array | None = None, *, code: str,
+    in_parts: bool = False, dtype: Any = None,
+) -> Array:  # fmt: skip
     """Returns what `quantized_tile` does, with the sizes that `fit` finds.
 
     Raises:
@@ -112,4 +115,5 @@ def multiply(
     if isinstance(c, str):
         raise ValueError(f"quantized_tile {c}")
     wide = jnp.dtype(jnp.float32) if in_parts else dtype
-    return quantized_tile.quantized_tile(x, weight, scale, code=code, dtype=wide, config=c)
+    how: Any = dict(code=code, dtype=wide, config=c)
+    return quantized_tile.quantized_tile(x, weight, scale, x_scale, **how)

@@ -42,6 +42,7 @@ class Form(NamedTuple):
     groups: int  # of terms that a row has
     stages: int
     turns: int = 1  # warpgroups that have the same rows, and steps by turns
+    paired: bool = False  # tokens are pairs of fp8, weights fp8 too
 
     @property
     def sums(self) -> int:
@@ -71,7 +72,7 @@ class Held(NamedTuple):
     zero: Ref | None
     kept: Ref  # [1 or 2, Form.kept]: scales and zero points of this warpgroup, in shared memory
     w: Ref  # [stages, rows, terms / packed], in shared memory
-    x: Ref  # [stages, terms / PIECE, tokens, PIECE]
+    x: Ref  # [stages, terms / PIECE, tokens, PIECE]; of pairs [stages, 2, tokens, terms]
     full: Barrier
     free: Barrier
 
@@ -146,6 +147,38 @@ def exact(f: Form, held: Held, of: Sum) -> Array:
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, f.tokens), jnp.float32), layout)
     _fill(f, held, of, 0)
     return lax.fori_loop(0, rounds, body, zeros)
+
+
+def paired(f: Form, held: Held, of: Sum) -> Array:
+    """Returns a warpgroup's sums, [ROWS, tokens], of weights and pairs of fp8.
+
+    Tensor cores sum a step's terms up with some 14 bits; these sums are multiplied with scales, and
+    added to others in float32.
+    """
+    layout, rounds, rows = plgpu.Layout.WGMMA, f.steps // f.turns, pl.ds(of.group * ROWS, ROWS)
+
+    def body(index: Array, total: Array) -> Array:
+        if f.group:
+            f.window.refill(index, functools.partial(_fill, f, held, of))
+        slot = lax.rem(of.begin + of.turn + index * f.turns, f.stages)
+        mosaic.barrier_wait(held.full.at[slot])
+        scales = _scales(f, held, index) if f.group else []
+
+        def multiply(acc: Ref) -> Array:
+            for half in range(2):
+                mosaic.wgmma(acc, held.w.at[slot, rows], held.x.at[slot, half].T)
+            return acc[...]
+
+        y = pl.run_scoped(multiply, mosaic.ACC((ROWS, f.tokens), jnp.float32))
+        mosaic.barrier_arrive(held.free.at[slot])
+        return total + (y * _wide(scales[0], f.tokens) if f.group else y)
+
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS, f.tokens), jnp.float32), layout)
+    if f.group:
+        _fill(f, held, of, 0)
+        return lax.fori_loop(0, rounds, body, zeros)
+    whole = by_row(held.scale, of.first, f.run, jnp.int32(0), layout)
+    return lax.fori_loop(0, rounds, body, zeros) * _wide(whole, f.tokens)
 
 
 def _fill(f: Form, held: Held, of: Sum, index: Index) -> None:

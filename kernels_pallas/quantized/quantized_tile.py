@@ -6,7 +6,8 @@ memory, step by step of the sum; the others widen 64 rows each in registers and 
 `wgmma`, by turns: while the tensor cores work for one of them, another widens. Blocks of a cluster
 share what they read of the tokens. Scales are multiplied either with the widened weights, which
 rounds them to bfloat16 as plain JAX does, or with the sums of the terms that share one.
-A scale that all terms share is multiplied with their sum.
+A scale that all terms share is multiplied with their sum. Weights in fp8 are not widened where
+tokens come as pairs of fp8 numbers (`fp8_pairs`).
 Weights are on their way before the kernel that makes the tokens has ended, so it must not be that
 kernel which makes the weights.
 """
@@ -29,11 +30,20 @@ from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES
 from jaxrunner.kernels_pallas.products.matmul import COMPILER, ROWS
 from jaxrunner.kernels_pallas.quantized import widen, widen_tile
 from jaxrunner.kernels_pallas.quantized.quantized_matmul import refuses_numbers
-from jaxrunner.kernels_pallas.quantized.quantized_sums import PIECE, Form, Held, Sum, exact, rounded
+from jaxrunner.kernels_pallas.quantized.quantized_sums import (
+    PIECE,
+    Form,
+    Held,
+    Sum,
+    exact,
+    paired,
+    rounded,
+)
 from jaxrunner.kernels_pallas.stores import put, put_all_transposed, put_transposed
 from jaxrunner.types import Array
 
 MAX_TOKENS = 256
+TERMS = 128  # of pairs, that tensor cores sum up before these sums are multiplied with scales
 # Of a thread that computes, by warpgroups that do, and of one that copies.
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (152, 40), 4: (112, 32)}
 
@@ -83,6 +93,16 @@ class _Static(NamedTuple):
         return widen.PACKED[self.form.code]
 
     @property
+    def pieces(self) -> int:
+        """Copies of a step's tokens: of pairs one for each number."""
+        return 2 if self.form.paired else self.c.terms // PIECE
+
+    @property
+    def piece(self) -> int:
+        """Terms of each."""
+        return self.c.terms if self.form.paired else PIECE
+
+    @property
     def rows(self) -> int:
         return self.c.groups * ROWS
 
@@ -97,18 +117,32 @@ class _Static(NamedTuple):
 
 
 def refuses(x: Shaped, weight: Shaped, scale: Shaped, code: str, c: TuningConfig) -> str | None:
-    """Says why x, [T, E], weight, [F, E / packed], and scale, [F / run, G], are not served."""
-    if reason := refuses_numbers(x, scale, code, widen_tile.NUMBERS):
+    """Says why x, [T, E], or pairs, [2, T, E], weight, [F, E / packed], and scale, [F / run, G],
+    are not served."""
+    if x.ndim == 2 and (reason := refuses_numbers(x, scale, code, widen_tile.NUMBERS)) is not None:
         return reason
-    (T, E), F = x.shape, weight.shape[0]
-    fit = _fit(T, E, F, scale.shape, code, c)
+    if x.ndim == 3 and (reason := _refuses_pairs(x, scale, code, c)) is not None:
+        return reason
+    fit = _fit(x.shape, weight.shape[0], scale.shape, code, c)
     return fit if isinstance(fit, str) else None
 
 
+def _refuses_pairs(x: Shaped, scale: Shaped, code: str, c: TuningConfig) -> str | None:
+    if mosaic.TOO_OLD is not None:
+        return mosaic.TOO_OLD
+    if code != "float8_e4m3fn" or x.dtype != jnp.float8_e4m3fn or scale.dtype != jnp.float32:
+        given = f"{code}, {x.dtype} and {scale.dtype}"
+        return f"wants weights and pairs in float8_e4m3fn, and scales in float32, got {given}"
+    if c.terms != TERMS or (scale.shape[1] > 1 and x.shape[2] // scale.shape[1] % TERMS):
+        return f"wants {TERMS} terms a step, and as many to share a scale, got {c.terms}"
+    return None
+
+
 def _fit(
-    T: int, E: int, F: int, scale: tuple[int, ...], code: str, c: TuningConfig
+    x: tuple[int, ...], F: int, scale: tuple[int, ...], code: str, c: TuningConfig
 ) -> _Static | str:
     """Shares the work out, or says why it cannot."""
+    T, E = x[-2:]
     # Of one token the copies read eight: what is not there is 0.
     tokens, group, packed = max(8, min(T, c.tokens)), E // scale[1], widen.PACKED[code]
     if (T > 1 and T % tokens) or tokens % (8 * c.cluster):
@@ -125,7 +159,7 @@ def _fit(
     steps = E // (c.terms * c.parts)
     form = Form(
         code, tokens, c.terms, steps, F // scale[0], group if scale[1] > 1 else 0, scale[1], 0,
-        c.turns,
+        c.turns, len(x) == 3,
     )  # fmt: skip
     left = SMEM_BYTES - c.groups * (c.turns - 1) * ROWS * tokens * 4 - 2048
     left -= c.groups * c.turns * form.kept * 4
@@ -139,24 +173,26 @@ def _fit(
 
 
 def quantized_tile(
-    x: Array, weight: Array, scale: Array, *, code: str, dtype: Any = None,
-    config: TuningConfig = TuningConfig(),
+    x: Array, weight: Array, scale: Array, x_scale: Array | None = None, *, code: str,
+    dtype: Any = None, config: TuningConfig = TuningConfig(),
 ) -> Array:  # fmt: skip
     """Returns x, [T, E], times the weights: [T, F] in `dtype`, that of x if None.
 
     With several parts, which are to be added up: [parts, T, F]. weight: [F, E] in 8 bits, or
     [F, E / 2] with two numbers a byte, the first in the low half, of int4 8 more than the number.
-    scale: float32 [F / run, E / group], of runs of rows and of terms.
+    scale: float32 [F / run, E / group], of runs of rows and of terms. Or x, [2, T, E], and x_scale,
+    [T], are what `fp8_pairs` returns.
 
     Raises:
       ValueError: what `refuses` says.
     """
     if why := refuses(x, weight, scale, code, config):
         raise ValueError(f"quantized_tile {why}")
-    (T, E), F, c = x.shape, weight.shape[0], config
-    s = _fit(T, E, F, scale.shape, code, c)
-    assert isinstance(s, _Static)
+    T, F, c = x.shape[-2], weight.shape[0], config
+    s = _fit(x.shape, F, scale.shape, code, c)
+    assert isinstance(s, _Static) and (x_scale is not None) == s.form.paired
     width, shape = c.terms // s.packed, (T, F) if c.parts == 1 else (c.parts, T, F)
+    of_pairs = () if x_scale is None else (x_scale,)
     return plgpu.kernel(
         functools.partial(_kernel, s),
         out_type=jax.ShapeDtypeStruct(shape, dtype or x.dtype),
@@ -165,13 +201,14 @@ def quantized_tile(
                 (s.stages, s.rows, width), weight.dtype, transforms=mosaic.tiled(min(width, 128), 1)
             ),
             x_smem=plgpu.SMEM(
-                (s.stages, c.terms // PIECE, s.T, PIECE), x.dtype, transforms=mosaic.tiled(PIECE, 2)
+                (s.stages, s.pieces, s.T, s.piece), x.dtype,
+                transforms=mosaic.tiled(s.piece, x.dtype.itemsize),
             ),
             other=plgpu.SMEM(
                 (max(s.writers, 1), *((ROWS, s.T) if s.writers else (8, 8))), jnp.float32
             ),
             kept=plgpu.SMEM((s.consumers, 1, s.form.kept), jnp.float32),
-            full=plgpu.Barrier(num_arrivals=1 + c.terms // PIECE, num_barriers=s.stages),
+            full=plgpu.Barrier(num_arrivals=1 + s.pieces, num_barriers=s.stages),
             free=free_slots(s.stages, s.c.groups, s.c.cluster),
             told=plgpu.Barrier(num_arrivals=max(s.writers, 1)),
             read=plgpu.Barrier(num_arrivals=c.groups),
@@ -180,7 +217,7 @@ def quantized_tile(
         cluster=(c.cluster,) if c.cluster > 1 else (),
         cluster_names=("peer",) if c.cluster > 1 else (),
         kernel_name="quantized_tile", compiler_params=COMPILER,
-    )(x, weight, scale)  # fmt: skip
+    )(x, weight, scale, *of_pairs)  # fmt: skip
 
 
 def free_slots(stages: int, readers: int, cluster: int) -> Any:
@@ -201,9 +238,10 @@ class _Item(NamedTuple):
 
 
 def _kernel(
-    s: _Static, x: Ref, w: Ref, scale: Ref, out: Ref, *, w_smem: Ref, x_smem: Ref, other: Ref,
+    s: _Static, x: Ref, w: Ref, scale: Ref, *refs: Ref, w_smem: Ref, x_smem: Ref, other: Ref,
     kept: Ref, full: Barrier, free: Barrier, told: Barrier, read: Barrier,
 ) -> None:  # fmt: skip
+    *of_pairs, out = refs
     wg, team = lax.axis_index("wg"), lax.axis_index("team")
     peer = lax.axis_index("peer") if s.c.cluster > 1 else 0
     rounds = lax.div(s.items - team + s.clusters - 1, s.clusters)
@@ -224,7 +262,9 @@ def _kernel(
             at = item(r)
             first = (at.tile * s.c.groups + group) * ROWS
             mine = Sum(group, turn, r * s.steps, at.part * s.steps, first)
-            y = (exact if s.c.exact else rounded)(s.form, held, mine)
+            y = (paired if of_pairs else exact if s.c.exact else rounded)(s.form, held, mine)
+            for x_scale in of_pairs:
+                y = y * _by_token(x_scale.at[pl.ds(at.chunk * s.T, s.T)])
             _finish(s, group, turn, r, at, first, y, out, other, told, read)
             return _
 
@@ -260,8 +300,12 @@ def _fetch(
 
     def tokens(step: Index) -> None:
         (_, _, chunk), n, slot = place(step)
-        for i in range(s.c.terms // PIECE):
-            source = x.at[pl.ds(chunk * s.T, s.T), pl.ds(n * s.c.terms + i * PIECE, PIECE)]
+        rows, first = pl.ds(chunk * s.T, s.T), n * s.c.terms
+        for i in range(s.pieces):
+            if s.form.paired:
+                source = x.at[i, rows, pl.ds(first, s.piece)]
+            else:
+                source = x.at[rows, pl.ds(first + i * PIECE, PIECE)]
             mosaic.copy_gmem_to_smem(source, x_smem.at[slot, i], full.at[slot], **peers)
 
     def wait(step: Array) -> None:
@@ -272,6 +316,14 @@ def _fetch(
     copies.each(s.stages, total, wait, weights, tokens)
     # A block may not end while its peer still tells it that a slot is free.
     copies.each(total, total + s.stages, wait)
+
+
+def _by_token(x_scale: Ref) -> Array:
+    """Reads scales of tokens, [T], for sums, [ROWS, T]."""
+    layout = plgpu.Layout.WGMMA
+    scale = mosaic.load(x_scale, layout=layout.reduce(0), optimized=False)
+    wide = lax.broadcast_in_dim(scale, (ROWS, *scale.shape), [1])
+    return plgpu.layout_cast(wide, layout)
 
 
 def _finish(
