@@ -30,6 +30,7 @@ from jaxrunner.kernels_pallas.cases.mixture_case import (
     mixtures,
     routes,
 )
+from jaxrunner.kernels_pallas.cases.pair_case import BENCH_PAIRS, PAIRS
 from jaxrunner.kernels_pallas.cases.quantized_case import (
     fitted_tiles,
     quantized_mlps,
@@ -188,6 +189,7 @@ TESTS: tuple[Case, ...] = (
     quantized_tiles(256, 1024, 2048, "float8_e4m3fn", run=128, group=128, terms=64, num_ctas=6),
     quantized_tiles(256, 1024, 128, "int8", groups=1, turns=2, terms=64, tokens=128),
     *FP8,
+    *PAIRS,
     writes(1, 8, 2, 128, normed=False), writes(7, 16, 8, 128, normed=True),
     writes(300, 4, 4, 64, normed=True), writes(64, 8, 4, 256, normed=False),
     writes(9, 16, 8, 256, normed=True, one_more=True),
@@ -229,6 +231,7 @@ BENCH: tuple[Case, ...] = (
       (("float8_e4m3fn", 128), ("int4", 1))
       for E, F in ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)) for T in (64, 256)),
     *BENCH_FP8,
+    *BENCH_PAIRS,
     full_tiles(1 << 14, 256, 8, 7168, 512), *BENCH_QUANTIZED_MIXTURES,
     *(choices(T, 256, How(8, "sigmoid", True, 8, 4)) for T in (8, 256)),
     *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),

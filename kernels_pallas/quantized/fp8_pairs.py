@@ -27,6 +27,7 @@ from jaxrunner.kernels_pallas.quantized.fp8_tiles import E4M3
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
+WIDTH = 512  # numbers of a warpgroup, or a multiple: a thread has 4 neighbours at least
 LEAST = 2.0**-100  # the largest number of a token of zeros, so that nothing is divided by 0
 TOP = 7  # the exponent of the largest number of a token
 EXPONENT = 0x7F800000  # the bits of a float32 that have it
@@ -39,8 +40,9 @@ def refuses(x: Shaped) -> str | None:
         return TOO_OLD
     if x.dtype != jnp.bfloat16:
         return f"wants tokens in bfloat16, got {x.dtype}"
-    if not add_norm.groups_of(x.shape[-1]) or add_norm.cut_of(_width(x.shape[-1]))[1] < 8:
-        return f"wants tokens of a multiple of 256 numbers that 8 warpgroups hold, got {x.shape}"
+    groups = add_norm.groups_of(x.shape[-1])
+    if not groups or x.shape[-1] % (groups * WIDTH):
+        return f"wants tokens of which each of 8 warpgroups holds {WIDTH} or more, got {x.shape}"
     return None
 
 
@@ -72,10 +74,6 @@ def fp8_pairs(x: Array, *, interpret: Any = None) -> tuple[Array, Array]:
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True), interpret=interpret,
     )(x.reshape(*x.shape[:-1], *cut))  # fmt: skip
     return numbers.reshape(2, T, E), scale
-
-
-def _width(E: int) -> int:
-    return E // add_norm.groups_of(E)
 
 
 def _kernel(

@@ -51,7 +51,8 @@ device_description_str: "NVIDIA H200"
 KERNELS = (
     "decode_attention", "prefill_attention", "add_rms_norm", "rope_write", "matmul", "glu",
     "gated_mlp", "grouped_mlp", "quantized_grouped", "quantized_matmul",
-    "quantized_mlp", "fp8_blocks", "fp8_gates", "add_norm_fp8", "latent_decode", "sample_tokens",
+    "quantized_mlp", "fp8_blocks", "fp8_gates", "add_norm_fp8", "fp8_pairs", "add_norm_pairs",
+    "latent_decode", "sample_tokens",
     "lora_shrink", "lora_expand", "lora_units", "add_norm_adapted", "state_step", "state_chunks",
 )  # fmt: skip
 # Whose tiles have more of what registers hold than those of the first cases.

@@ -111,11 +111,17 @@ def fp8_blocks(x, x_scale, weight, scale):
 
 
 def fp8_gates(x, x_scale, weight, scale):
-    gate, unit = np.split(
-        wide(jnp.asarray(fp8_blocks(x, x_scale, weight, scale), jnp.bfloat16)), 2, -1
-    )
+    both = jnp.asarray(fp8_blocks(x, x_scale, weight, scale), jnp.bfloat16)
+    return rounded(units(*np.split(wide(both), 2, -1)))
+
+
+def units(gate, unit):
     gate = wide(jnp.asarray(gate / (1 + np.exp(-gate)), jnp.bfloat16))
-    return rounded(wide(jnp.asarray(gate * unit, jnp.bfloat16)))
+    return wide(jnp.asarray(gate * unit, jnp.bfloat16))
+
+
+def fp8_pairs(x):
+    return wide(x) if x.ndim == 2 else units(*np.moveaxis(wide(x), 1, 0))
 
 
 def add_norm_fp8(x, residual, weight, *, eps):
@@ -139,7 +145,7 @@ def quantized_mlp(x, gate_up, gate_up_scale, down, down_scale, *, code):
     return units @ few_bits(down, down_scale, code=code).T
 
 
-quantized_tile = quantized_matmul
+quantized_tile, add_norm_pairs = quantized_matmul, add_rms_norm
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
