@@ -10,7 +10,6 @@ from jaxrunner import LLM, SamplingParams, embedded
 from jaxrunner.api.sampling_params import RequestOutputKind
 from jaxrunner.engine.completions import BEGIN_AFTER
 from jaxrunner.engine.engine import Engine
-from jaxrunner.runner.step_handle import StepHandle
 from jaxrunner.text.bad_word_ids import encode_words
 
 SIZES: dict[str, Any] = dict(
@@ -167,14 +166,22 @@ def test_devices_begin_while_prompts_are_queued(shallow, replicas, monkeypatch):
     greedy = SamplingParams(temperature=0.0, max_tokens=8)
     with LLM(shallow, num_blocks=64, data_parallel_size=replicas, **SIZES) as llm:
         alone = [ids(llm, prompt, greedy) for prompt in prompts]
-        events, add, read = [], llm.completions.add, Engine.read
+        events, add, launch = [], llm.completions.add, Engine.launch
+
+        def launched(engine: Engine, *, block: bool = True) -> None:
+            events.append("launch")
+            launch(engine, block=block)
+
         monkeypatch.setattr(
             llm.completions, "add", lambda *a, **k: (events.append("add"), add(*a, **k))
         )
-        monkeypatch.setattr(Engine, "read", lambda self: (events.append("read"), read(self)))
-        monkeypatch.setattr(StepHandle, "is_ready", True)
-        outputs = llm.generate(prompts, greedy, use_tqdm=False)
+        monkeypatch.setattr(Engine, "launch", launched)
+        bad = [{"prompt_token_ids": [-1]}] * 3
+        outputs = llm.generate([*bad, *prompts], greedy, use_tqdm=False)[3:]
         assert [output.outputs[0].token_ids for output in outputs] == alone
-        # After 16 prompts, and after 32, each replica launches two steps and reads one.
-        first = ["add"] * BEGIN_AFTER + ["read"] * replicas
-        assert events[: 2 * len(first) + 8] == first * 2 + ["add"] * 8
+        # Prompts that are refused do not count, so that they change no step of others.
+        first = ["add"] * BEGIN_AFTER + ["launch"] * replicas
+        assert (
+            events[:3] == ["add"] * 3
+            and events[3:][: 2 * len(first) + 8] == first * 2 + ["add"] * 8
+        )

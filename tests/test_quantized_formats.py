@@ -145,12 +145,13 @@ def test_what_runs_a_product_is_told_with_the_reason(tmp_path):
     assert {chosen.name for chosen in found} == {"plain JAX", "two products"}
     reason = "wants weights that are Linear, got QuantizedLinear"
     known = (*quantized_products.WHOLE, *quantized_products.IN_PARTS, quantized_products.MLP)
-    own = {one.name for one in known} | {"two products, units in fp8", fp8_products.MLP.name}
+    units = {f"two products, units {how}" for how in ("in fp8", "as pairs")}
+    own = {one.name for one in known} | units | {fp8_products.MLP.name}
     assert {why for one in found for name, why in one.refused.items() if name not in own} == {
         reason
     }
-    names = "fp8_blocks quantized_tile quantized_matmul", "fp8 product"
-    assert list(found[0].refused) == [*names[0].split(), names[1]]
+    names = "fp8_blocks, quantized_tile of pairs, quantized_tile, quantized_matmul, fp8 product"
+    assert list(found[0].refused) == names.split(", ")
     assert found[0].refused["quantized_tile"] == "wants weights without zero points"
     assert found[0].refused["fp8 product"] == "wants weights and inputs in fp8"
 

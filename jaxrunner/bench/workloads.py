@@ -196,8 +196,8 @@ class Arrivals:
     def __exit__(self, *_: Any) -> None:
         self._engine.step = self._step
 
-    def _timed(self, **how: Any) -> NewTokens:
-        gained = self._step(**how)
+    def _timed(self) -> NewTokens:
+        gained = self._step()
         at, new = time.perf_counter(), [(r.request_id, len(t)) for r, t in gained if t]
         self._steps.append((at, [request for request, _ in new], [count for _, count in new]))
         return gained

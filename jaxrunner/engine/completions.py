@@ -30,7 +30,7 @@ from jaxrunner.text.bad_word_ids import encode_words
 from jaxrunner.text.prompts import ParsedPrompt
 from jaxrunner.text.tokenizer import Tokenizer
 
-BEGIN_AFTER = 16  # prompts that are added between two looks at the devices
+BEGIN_AFTER = 16  # prompts that wait, of many that are queued: so many more have steps launched
 
 
 class Completions:
@@ -134,15 +134,21 @@ class Completions:
     def queue(
         self, requested: Iterable[RequestedPrompt], *, into: list[list[RequestState]], on_error: str
     ) -> None:
-        """Adds prompts; devices begin with the first while many are added.
-
-        into: gains a list of the completions of each.
-        """
-        for i, (prompt, params, rest) in enumerate(requested, 1):
+        """Adds prompts; devices begin with the first. into: gains a list of each's completions."""
+        ready = 0  # of one that waits for its grammar nobody knows when, or whether, it is ready
+        for prompt, params, rest in requested:
             into.append([])
             self.add(prompt, params, into=into[-1], on_error=on_error, **rest)
-            if i % BEGIN_AFTER == 0:
-                self.step(wait=False)
+            ready += params.structured_outputs is None and not into[-1][0].finished
+            if ready == BEGIN_AFTER:
+                self._launch()
+                ready = 0
+
+    @deferred
+    def _launch(self) -> None:
+        with self.lock:  # none is read: which steps are launched must not depend on the time
+            if not self._closed:
+                self.engine.launch(block=False)
 
     @deferred
     def _put_longest_first(self, groups: Iterable[Sequence[RequestState]]) -> None:
@@ -167,16 +173,13 @@ class Completions:
 
     @phase("output")
     @deferred
-    def step(self, *, wait: bool = True) -> None:
-        """Runs one step of the engine, and hands its tokens to all completions.
-
-        wait: False hands out only what is there.
-        """
+    def step(self) -> None:
+        """Runs one step of the engine, and hands its tokens to all completions."""
         self.engine.status.check_process()  # a fork may have copied a held lock
         with self.lock:
             if self._closed:
                 return  # closed while this thread waited for the lock
-            self._hand_out(self.engine.step(wait=wait))
+            self._hand_out(self.engine.step())
 
     def _hand_out(self, gained: NewTokens) -> None:
         for request, tokens in gained:

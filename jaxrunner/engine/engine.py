@@ -140,10 +140,8 @@ class Engine(Steps, Stateful):
 
     @phase("read")
     @deferred
-    def step(self, *, wait: bool = True) -> NewTokens:
+    def step(self) -> NewTokens:
         """Launches steps, up to `async_depth` ahead, then reads the oldest.
-
-        wait: False reads it only if it is done, and waits for no grammar.
 
         Returns the requests that gained tokens or ended, with their new tokens. The requests of a
         step that fails end with its error; all others go on.
@@ -153,9 +151,8 @@ class Engine(Steps, Stateful):
           FloatingPointError: the model gave NaN or infinity and `nan_policy` is "raise". Only the
             request that it names has ended; the next call returns the tokens of all others.
         """
-        self.launch(block=wait)
-        if wait or self.is_done:
-            self.read()
+        self.launch()
+        self.read()
         return self.take_gained()
 
     @deferred

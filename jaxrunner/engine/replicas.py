@@ -120,10 +120,14 @@ class Replicas:
         return request
 
     @deferred
-    def step(self, *, wait: bool = True) -> NewTokens:
-        """Launches steps on each device, and reads those that are done, at least one if any runs.
+    def launch(self, *, block: bool = False) -> None:
+        """Launches steps on each device; as `Engine.launch`, but it never waits for a grammar."""
+        self._check()
+        launch_all(self.live)
 
-        wait: False reads what is done alone, and waits for no grammar.
+    @deferred
+    def step(self) -> NewTokens:
+        """Launches steps on each device, and reads those that are done, at least one if any runs.
 
         Returns and raises as `Engine.step`.
         """
@@ -131,9 +135,9 @@ class Replicas:
         launch_all(self.live)
         busy = [engine for engine in self.engines if engine.oldest is not None]
         waiting = [engine for engine in self.engines if engine.grammars.num_waiting]
-        if wait and not busy and waiting:
+        if not busy and waiting:
             waiting[0].launch(block=True)
-        for engine in wait_for_one(busy) if wait else [e for e in busy if e.is_done]:
+        for engine in wait_for_one(busy):
             engine.read()
         return self._take_gained()
 

@@ -88,11 +88,6 @@ class Steps(abc.ABC):
         return self._in_flight[0][1] if self._in_flight else None
 
     @property
-    def is_done(self) -> bool:
-        """Whether `read` would not wait. Of several processes each would know at another time."""
-        return not self.runner.program.is_shared and (self.oldest is None or self.oldest.is_ready)
-
-    @property
     def time_left_s(self) -> float | None:
         """Seconds until the oldest step exceeds `step_timeout_s`; None for no limit."""
         if (limit_s := self.config.step_timeout_s) is None:
