@@ -31,9 +31,8 @@ from jaxrunner.sampling import RULES
 from tests.support import oracles, tiny
 from tests.support.lowering import cuda, lowers
 from tests.support.quantized_shapes import BOTH_IN_BLOCKS, FP8, mlp_weights, shaped, weights
+from tests.support.readers import NO_STEP, chosen, norm_and_mlp
 from tests.support.states import interpreted
-
-NO_STEP: Any = None  # nothing attends
 
 
 def floats(numbers: Any, scale: Any) -> np.ndarray:
@@ -125,21 +124,6 @@ def test_other_norms_are_refused(x: tuple[int, int], weight: int, words: str):
     given = jnp.zeros(x, jnp.bfloat16), jnp.zeros(x, jnp.bfloat16)
     with pytest.raises(ValueError, match=f"add_norm_fp8 {words}"):
         add_norm_fp8(*given, jnp.zeros(weight, jnp.bfloat16), eps=1e-5)
-
-
-def chosen(run: Any, *args: Any) -> dict[str, str]:
-    """Returns which implementation is chosen for each operation of a function of `ops`."""
-    found: list[Any] = []
-    ops = fused(NO_STEP, note=found.append)
-    with cuda():
-        jax.eval_shape(functools.partial(run, ops), *args)
-    return {one.operation: one.name for one in found}
-
-
-def norm_and_mlp(ops: Any, x: Any, norm: Any, gate_up: Any, down: Any) -> Any:
-    """Runs a norm and an MLP as a layer does."""
-    x, h = ops.add_norm(x, x, norm, 1e-5, readers=(gate_up,))
-    return ops.mlp(h, gate_up, down), x
 
 
 BLOCKS = mlp_weights(BOTH_IN_BLOCKS)

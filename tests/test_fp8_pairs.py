@@ -20,11 +20,11 @@ from jaxrunner.ops.rounded_tokens import PairedTokens
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Activation, Scheme
 from tests.support import oracles
-from tests.support.lowering import cuda, lowers
+from tests.support.lowering import lowers
 from tests.support.quantized_shapes import BOTH_IN_BLOCKS, FP8, mlp_weights, shaped, weights
+from tests.support.readers import NO_STEP, chosen, norm_and_mlp
 from tests.support.states import interpreted
 
-NO_STEP: Any = None  # nothing attends
 BLOCKS = Scheme(FP8, (128, 128))
 
 
@@ -127,21 +127,6 @@ def test_other_products_of_pairs_are_refused(
     run = functools.partial(quantized_tile, code=code, config=TuningConfig(**sizes))
     with pytest.raises(ValueError, match=f"quantized_tile {words}"):
         jax.eval_shape(run, *given, *scales)
-
-
-def chosen(run: Any, *args: Any) -> dict[str, str]:
-    """Returns which implementation is chosen for each operation of a function of `ops`."""
-    found: list[Any] = []
-    ops = fused(NO_STEP, note=found.append)
-    with cuda():
-        jax.eval_shape(functools.partial(run, ops), *args)
-    return {one.operation: one.name for one in found}
-
-
-def norm_and_mlp(ops: Any, x: Any, norm: Any, gate_up: Any, down: Any) -> Any:
-    """Runs a norm and an MLP as a layer does."""
-    x, h = ops.add_norm(x, x, norm, 1e-5, readers=(gate_up,))
-    return ops.mlp(h, gate_up, down), x
 
 
 MLP = mlp_weights(BLOCKS)

@@ -141,14 +141,14 @@ class Completions:
             self.add(prompt, params, into=into[-1], on_error=on_error, **rest)
             ready += params.structured_outputs is None and not into[-1][0].finished
             if ready == BEGIN_AFTER:
-                self._launch()
+                self._begin()
                 ready = 0
 
     @deferred
-    def _launch(self) -> None:
+    def _begin(self) -> None:
         with self.lock:  # none is read: which steps are launched must not depend on the time
             if not self._closed:
-                self.engine.launch(block=False)
+                self.engine.begin()
 
     @deferred
     def _put_longest_first(self, groups: Iterable[Sequence[RequestState]]) -> None:

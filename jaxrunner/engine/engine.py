@@ -128,6 +128,10 @@ class Engine(Steps, Stateful):
         if request.prefix_from is not None:
             request.prefix_from.publishes_prefix = True
 
+    def begin(self) -> None:
+        """Launches steps as `launch` does, and waits for no grammar."""
+        self.launch(block=False)
+
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs."""

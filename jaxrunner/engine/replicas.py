@@ -120,8 +120,8 @@ class Replicas:
         return request
 
     @deferred
-    def launch(self, *, block: bool = False) -> None:
-        """Launches steps on each device; as `Engine.launch`, but it never waits for a grammar."""
+    def begin(self) -> None:
+        """Launches steps on each device, and waits for no grammar. Raises as `Engine.launch`."""
         self._check()
         launch_all(self.live)
 

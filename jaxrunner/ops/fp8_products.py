@@ -17,7 +17,7 @@ from jaxrunner.kernels_pallas.quantized.fp8_tiles import TERMS, TuningConfig
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import refuses as refuses_fp8
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Note, Operation
-from jaxrunner.ops.rounded_tokens import RoundedTokens
+from jaxrunner.ops.rounded_tokens import RoundedTokens, add_norm_in_fp8
 from jaxrunner.quantization.fp8 import E4M3
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
@@ -43,29 +43,8 @@ def _rounding(x: Array | RoundedTokens) -> tuple[Array, Array]:
 
 def add_norm_of(readers: Sequence[Weights]) -> Operation:
     """Returns the `add_norm` whose norm is rounded to fp8, as all that read it would round it."""
-
-    def run(
-        x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
-        end: Array | None = None,
-    ) -> tuple[Array, RoundedTokens]:  # fmt: skip
-        how: Any = dict(eps=eps, one_more=one_more)
-        total, numbers, scale = add_norm_fp8.add_norm_fp8(x, residual, weight, **how)
-        return total, RoundedTokens(numbers, scale, x.dtype)
-
-    def refuses(
-        x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
-        end: Array | None = None,
-    ) -> str | None:  # fmt: skip
-        for w in readers:
-            if not isinstance(w, QuantizedLinear):
-                return "wants weights of few bits"
-            if (reason := _refuses(x, w)) is not None:
-                return reason
-        if end is not None:
-            return "norms no residual before it is added"
-        return add_norm_fp8.refuses(x, residual, weight)
-
-    return Operation("add_norm_fp8", run, refuses)
+    kernel = add_norm_fp8.add_norm_fp8, add_norm_fp8.refuses
+    return add_norm_in_fp8("add_norm_fp8", *kernel, RoundedTokens, readers, _refuses)
 
 
 def _of_rounded(rounded: tuple[Array, Array], w: QuantizedLinear, parts: int, dtype: Any) -> Array:

@@ -10,7 +10,7 @@ from jaxrunner.kernels_pallas.mosaic import Shaped
 from jaxrunner.kernels_pallas.quantized import add_norm_pairs, fp8_pairs, quantized_fit
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Operation
-from jaxrunner.ops.rounded_tokens import PairedTokens
+from jaxrunner.ops.rounded_tokens import PairedTokens, add_norm_in_fp8
 from jaxrunner.quantization.fp8 import E4M3
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
@@ -18,29 +18,8 @@ from jaxrunner.types import Array
 
 def add_norm_of(readers: Sequence[Weights]) -> Operation:
     """Returns the `add_norm` whose norm comes as pairs, where all that read it multiply these."""
-
-    def run(
-        x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
-        end: Array | None = None,
-    ) -> tuple[Array, PairedTokens]:  # fmt: skip
-        how: Any = dict(eps=eps, one_more=one_more)
-        total, numbers, scale = add_norm_pairs.add_norm_pairs(x, residual, weight, **how)
-        return total, PairedTokens(numbers, scale, x.dtype)
-
-    def refuses(
-        x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
-        end: Array | None = None,
-    ) -> str | None:  # fmt: skip
-        for w in readers:
-            if not isinstance(w, QuantizedLinear):
-                return "wants weights of few bits"
-            if (reason := _unlike(x, w)) is not None:
-                return reason
-        if end is not None:
-            return "norms no residual before it is added"
-        return add_norm_pairs.refuses(x, residual, weight)
-
-    return Operation("add_norm_pairs", run, refuses)
+    kernel = add_norm_pairs.add_norm_pairs, add_norm_pairs.refuses
+    return add_norm_in_fp8("add_norm_pairs", *kernel, PairedTokens, readers, _unlike)
 
 
 def of_gates(both: Array, w: QuantizedLinear) -> Array:
@@ -94,9 +73,7 @@ def _refuses_parts(x: Shaped | PairedTokens, w: QuantizedLinear) -> str | None:
     return "wants weights without bias" if w.bias is not None else _unlike(x, w, in_parts=True)
 
 
-def _unlike(
-    x: Shaped | PairedTokens, w: QuantizedLinear, *, in_parts: bool = False
-) -> str | None:  # fmt: skip
+def _unlike(x: Shaped | PairedTokens, w: QuantizedLinear, *, in_parts: bool = False) -> str | None:
     """Says why these weights are not multiplied with pairs of tokens, [T, E]."""
     if w.scheme.code != E4M3 or w.scheme.activation is not None or w.zero is not None:
         return "wants weights in fp8, without zero points, and inputs that stay floats"

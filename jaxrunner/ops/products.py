@@ -1,5 +1,6 @@
 """Chooses implementations of products of tokens and weights, by sizes and kind of weights."""
 
+from collections.abc import Callable
 import math
 from typing import NamedTuple
 
@@ -158,26 +159,22 @@ def _refuses_glu(
     return matmul.refuses(x, gate_up.weight)
 
 
-def _rounded_mlp(x: Array, gate_up: Weights, down: Weights, activation: str, note: Note) -> Array:
-    assert isinstance(down, QuantizedLinear)
-    return fp8_products.of_gates(_gate_up(x, gate_up, note), down)
+def _by_units(
+    name: str, of_gates: Callable[[Array, QuantizedLinear], Array],
+    refuses_gates: Callable[[Array, Weights, str], str | None],
+) -> Operation:  # fmt: skip
+    """Returns an MLP of two products, of which the second makes units of gates by itself."""
 
+    def run(x: Array, gate_up: Weights, down: Weights, activation: str, note: Note) -> Array:
+        assert isinstance(down, QuantizedLinear)
+        return of_gates(_gate_up(x, gate_up, note), down)
 
-def _refuses_rounded_mlp(
-    x: Array, gate_up: Weights, down: Weights, activation: str, note: Note
-) -> str | None:
-    return fp8_products.refuses_gates(x, down, activation)
+    def refuses(
+        x: Array, gate_up: Weights, down: Weights, activation: str, note: Note
+    ) -> str | None:
+        return refuses_gates(x, down, activation)
 
-
-def _paired_mlp(x: Array, gate_up: Weights, down: Weights, activation: str, note: Note) -> Array:
-    assert isinstance(down, QuantizedLinear)
-    return paired_products.of_gates(_gate_up(x, gate_up, note), down)
-
-
-def _refuses_paired_mlp(
-    x: Array, gate_up: Weights, down: Weights, activation: str, note: Note
-) -> str | None:
-    return paired_products.refuses_gates(x, down, activation)
+    return Operation(f"two products, units {name}", run, refuses)
 
 
 def _two_products(x: Array, gate_up: Weights, down: Weights, activation: str, note: Note) -> Array:
@@ -194,8 +191,8 @@ PARTS = Operation("plain JAX in parts", _parts, _refuses_parts)
 BESIDE_EXPERTS = (
     Operation("glu", _glu_mlp, _refuses_glu),
     fp8_products.MLP,
-    Operation("two products, units in fp8", _rounded_mlp, _refuses_rounded_mlp),
-    Operation("two products, units as pairs", _paired_mlp, _refuses_paired_mlp),
+    _by_units("in fp8", fp8_products.of_gates, fp8_products.refuses_gates),
+    _by_units("as pairs", paired_products.of_gates, paired_products.refuses_gates),
     Operation("two products", _two_products),
 )
 MLP = (

@@ -1,9 +1,12 @@
 """Tokens that come in fp8 from the norm before a product."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from jaxrunner.linear import Weights
+from jaxrunner.operation import Operation
 from jaxrunner.pytree import leaf, pytree, static
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.quantization.scheme import Activation
@@ -60,3 +63,34 @@ def told_readers(*weights: Any) -> dict[str, Any]:
         return given == ROUNDING or (given is None and w.scheme.code == ROUNDING.code)
 
     return dict(readers=weights) if weights and all(map(in_fp8, weights)) else {}
+
+
+def add_norm_in_fp8(
+    name: str, kernel: Callable[..., tuple[Array, Array, Array]],
+    refuses_norm: Callable[[Array, Array, Array], str | None],
+    tokens: type[RoundedTokens] | type[PairedTokens], readers: Sequence[Weights],
+    refuses_reader: Callable[[Array, QuantizedLinear], str | None],
+) -> Operation:  # fmt: skip
+    """Returns the `add_norm` of a kernel whose norm comes as `tokens`, which all readers take."""
+
+    def run(
+        x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
+        end: Array | None = None,
+    ) -> tuple[Array, RoundedTokens | PairedTokens]:  # fmt: skip
+        total, numbers, scale = kernel(x, residual, weight, eps=eps, one_more=one_more)
+        return total, tokens(numbers, scale, x.dtype)
+
+    def refuses(
+        x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
+        end: Array | None = None,
+    ) -> str | None:  # fmt: skip
+        for w in readers:
+            if not isinstance(w, QuantizedLinear):
+                return "wants weights of few bits"
+            if (reason := refuses_reader(x, w)) is not None:
+                return reason
+        if end is not None:
+            return "norms no residual before it is added"
+        return refuses_norm(x, residual, weight)
+
+    return Operation(name, run, refuses)

@@ -191,6 +191,14 @@ def _kernel(
     put(out_ref.at[row, group], norm(x, weight))
 
 
+def read_sum(
+    x: Ref, residual: Ref, row: Array, group: Array, load: Callable[[Ref], Array]
+) -> Array:
+    """Reads a warpgroup's part of a row of x, and of a residual or its parts; returns their sum."""
+    mine = load(x.at[row, group])
+    return added(mine, [load(residual.at[part, row, group]) for part in range(residual.shape[0])])
+
+
 def added(x: Array, residual: Sequence[Array], more: Array | None = None) -> Array:
     """Returns x with a residual, or parts of it, and more; of parts in float32, then rounded."""
     if len(residual) == 1 and residual[0].dtype != jnp.float32:

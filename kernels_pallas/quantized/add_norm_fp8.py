@@ -88,10 +88,7 @@ def _kernel(
         pdl.begin()
     row, group = lax.axis_index("row"), lax.axis_index("group")
     load = functools.partial(mosaic.load, layout=LAYOUT, optimized=False)
-    x = add_norm.added(
-        load(x_ref.at[row, group]),
-        [load(residual_ref.at[part, row, group]) for part in range(residual_ref.shape[0])],
-    )
+    x = add_norm.read_sum(x_ref, residual_ref, row, group, load)
     weight = load(weight_ref.at[group])
     put(total_ref.at[row, group], x)
     normed = add_norm.normed(x, weight, group, part_smem, barriers, eps=eps, one_more=one_more)
