@@ -20,6 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf, vector
+import numpy as np
 
 from jaxrunner.kernels_pallas import mosaic, pdl
 from jaxrunner.kernels_pallas.attention.latent_merge import Parts, merge
@@ -41,6 +44,11 @@ class TuningConfig:
 
     registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that copies
     num_ctas: int = 132  # one for each multiprocessor of an H200
+    width: int = 64  # columns that are copied, and waited for, together
+    cluster: int = 2  # blocks that copy tiles for one another
+    rise: float = 8
+    early: bool = True
+    branch: bool = True
     # Whether a row is cut by the number of rows and by the longest that there may be, not by the
     # lengths of others, so that its sums are in one order.
     batch_invariant: bool = False
@@ -53,9 +61,18 @@ class _Static(NamedTuple):
     rows: int  # of queries that are copied: `heads`, and up to a multiple of 8
     tiles: int  # of heads
     half: int  # columns of a warpgroup's result
-    late: bool  # whether a tile's own warpgroup lets the other one's next scores go first
+    width: int  # of them that are copied, and waited for, together
+    cluster: int  # blocks that copy tiles for one another
+    rise: float
+    early: bool
+    branch: bool
     scale: float
     registers: tuple[int, int]
+
+    @property
+    def parts(self) -> int:
+        """Copies of a warpgroup's columns."""
+        return self.half // self.width
 
 
 def refuses(q: Shaped, latents: Shaped, rank: int) -> str | None:
@@ -93,7 +110,9 @@ def latent_decode(
     (B, H, _), dtype = q.shape, q.dtype
     heads, tiles, half = min(H, ROWS), -(-H // ROWS), rank // 2
     rows = -(-heads // 8) * 8
-    s = _Static(heads, rows, tiles, half, tiles > 1, scale, config.registers)
+    width = half if half % config.width else config.width
+    cluster = config.cluster if tiles % config.cluster == 0 and latents.shape[1] >= 16 else 1
+    s = _Static(heads, rows, tiles, half, width, cluster, config.rise, config.early, config.branch, scale, config.registers)
     longest = -(-blocks.shape[1] * latents.shape[1] // KEYS) if config.batch_invariant else None
     shares = share_out(seq_lens, KEYS, max(1, config.num_ctas // tiles), longest)
     C = shares.first.shape[0]
@@ -110,7 +129,8 @@ def latent_decode(
     plgpu.kernel(
         functools.partial(_kernel, s),
         out_type=(), scratch_types=_scratch(s, dtype, latents.shape[1]),
-        grid=(C, tiles), grid_names=("cta", "tile"), num_threads=3, thread_name="wg",
+        grid=(C, tiles // cluster), grid_names=("cta", "team"), num_threads=3, thread_name="wg",
+        cluster=(cluster,) if cluster > 1 else (), cluster_names=("peer",) if cluster > 1 else (),
         kernel_name="latent_decode", compiler_params=COMPILER,
     )(queries, latents, blocks.astype(jnp.int32), *shares, out, *parts)  # fmt: skip
     if not whole:
@@ -121,21 +141,18 @@ def latent_decode(
 class _Smem(NamedTuple):
     """The shared memory of a block of the grid. Two tiles, [2, ...], take turns."""
 
-    q: Ref  # [2, 64, half]
+    q: Ref  # [2 parts, 64, width]
     q_rotated: Ref  # [1, 64, 64]
-    values: Ref  # [2, 2, 64, half], halves of a tile's columns
+    values: Ref  # [2, 2 parts, 64, width], columns of a tile's keys
     rotated: Ref  # [2, 64, 64], rotated numbers of a tile's keys, then the weights of all keys
     best: Ref  # [2, 64], each head's largest score up to a tile
     total: Ref  # [2, 64], each warpgroup's part of a row's sum of weights
     q_full: Any
     q_free: Any
-    # Of a tile, first the columns of the warpgroup that does not weigh it and the rotated numbers,
-    # which that one reads, too; then the columns of the other one.
-    full_first: Any  # these are there
-    full_last: Any
-    free_first: Any  # these are read
-    free_last: Any
-    scored: Any  # a tile's scores are found
+    full: Any  # columns of a tile are there, [2, 2 parts]
+    full_rotated: Any
+    free_own: Any  # those of the warpgroup that weighs it are read
+    free_other: Any  # those of the other one, and weights in the place of rotated numbers
     weighed: Any  # a tile's weights are there
     summed: Any  # a warpgroup's part of the sum is there
 
@@ -143,20 +160,22 @@ class _Smem(NamedTuple):
 def _scratch(s: _Static, dtype: Any, S: int) -> dict[str, Any]:
     tiled = mosaic.tiled(64, 2)
     copies = max(1, KEYS // S)
+    free: Any = plgpu.Barrier
+    if s.cluster > 1:
+        free = functools.partial(plgpu.ClusterBarrier, collective_axes=("peer",))
     return dict(
-        q=plgpu.SMEM((2, ROWS, s.half), dtype, transforms=tiled),
+        q=plgpu.SMEM((2 * s.parts, ROWS, s.width), dtype, transforms=tiled),
         q_rotated=plgpu.SMEM((1, ROWS, KEYS), dtype, transforms=tiled),
-        values=plgpu.SMEM((2, 2, KEYS, s.half), dtype, transforms=tiled),
+        values=plgpu.SMEM((2, 2 * s.parts, KEYS, s.width), dtype, transforms=tiled),
         rotated=plgpu.SMEM((2, KEYS, KEYS), dtype, transforms=tiled),
         best=plgpu.SMEM((2, ROWS), jnp.float32),
         total=plgpu.SMEM((2, ROWS), jnp.float32),
-        q_full=plgpu.Barrier(num_arrivals=3),
+        q_full=plgpu.Barrier(num_arrivals=2 * s.parts + 1),
         q_free=plgpu.Barrier(num_arrivals=2),
-        full_first=plgpu.Barrier(num_arrivals=2 * copies, num_barriers=2),
-        full_last=plgpu.Barrier(num_arrivals=copies, num_barriers=2),
-        free_first=plgpu.Barrier(num_barriers=2),
-        free_last=plgpu.Barrier(num_barriers=2),
-        scored=plgpu.Barrier(num_barriers=2),
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=4 * s.parts),
+        full_rotated=plgpu.Barrier(num_arrivals=copies, num_barriers=2),
+        free_other=free(num_barriers=2),
+        free_own=free(num_barriers=2),
         weighed=plgpu.Barrier(num_barriers=2),
         summed=plgpu.Barrier(num_barriers=2),
     )
@@ -190,18 +209,20 @@ def _kernel(
         place = 2 * cta + jnp.where(begin < low, 0, 1)
         return _Item(r, here - begin, until - here, length[r], whole, place)
 
-    @pl.when(wg < 2)
-    def _() -> None:
-        plgpu.set_max_registers(s.registers[0], action="increase")
-        mosaic.barrier_arrive(ring.q_free)
-        mosaic.barrier_arrive(ring.free_first.at[1 - wg])
-        mosaic.barrier_arrive(ring.free_last.at[wg])
+    for number in range(2):
 
-        def attend(i: Array, _: None) -> None:
-            _attend(s, item(i), wg, ring, out, Parts(value, weight))
-            return _
+        @pl.when(wg == number)
+        def _(number: int = number) -> None:
+            plgpu.set_max_registers(s.registers[0], action="increase")
+            mosaic.barrier_arrive(ring.q_free)
+            mosaic.barrier_arrive(ring.free_other.at[1 - number])
+            mosaic.barrier_arrive(ring.free_own.at[number])
 
-        lax.fori_loop(0, num_rows[cta], attend, None)
+            def attend(i: Array, _: None) -> None:
+                _attend(s, item(i), number, ring, out, Parts(value, weight))
+                return _
+
+            lax.fori_loop(0, num_rows[cta], attend, None)
 
     @pl.when(wg == 2)
     def _() -> None:
@@ -212,132 +233,226 @@ def _kernel(
             return _
 
         lax.fori_loop(0, num_rows[cta], fetch, None)
+        if s.cluster > 1:  # a block may not end while its peer still tells it what is free
+            for stage in range(2):
+                mosaic.barrier_wait(ring.free_other.at[stage])
+                mosaic.barrier_wait(ring.free_own.at[stage])
 
 
 def _fetch(s: _Static, item: _Item, q: Ref, latents: Ref, blocks: Ref, ring: _Smem) -> None:
-    """Copies an item's queries and its tiles, each half of their columns by itself."""
+    """Copies an item's queries and its tiles, some of their columns at a time."""
     N, S, _ = latents.shape
     M, size = blocks.shape[1], min(S, KEYS)
-    columns = [pl.ds(i * s.half, s.half) for i in range(2)]
+    peers: dict[str, Any] = dict(collective_axes="peer") if s.cluster > 1 else {}
     rotated = pl.ds(2 * s.half, KEYS)
-    mosaic.barrier_wait(ring.q_free)
-    head = (item.row * s.tiles + lax.axis_index("tile")) * s.rows
-    rows, to = pl.ds(head, s.rows), pl.ds(0, s.rows)
-    for i in range(2):
-        mosaic.copy_gmem_to_smem(q.at[rows, columns[i]], ring.q.at[i, to], ring.q_full)
-    mosaic.copy_gmem_to_smem(q.at[rows, rotated], ring.q_rotated.at[0, to], ring.q_full)
 
-    def body(j: Array, _: None) -> None:
-        stage, token = lax.rem(j, 2), (item.first + j) * KEYS
+    def ids_of(j: Array) -> tuple[Array, ...]:
+        token = (item.first + j) * KEYS
         # Entries behind the row's end may be anything, so both indices are clamped.
         at = [jnp.minimum(lax.div(token, S) + c, M - 1) for c in range(KEYS // size)]
-        ids = [jnp.clip(blocks[item.row, c], 0, N - 1) for c in at]
-        tokens = pl.ds(lax.rem(token, S) if S > KEYS else 0, size)
-        half = 1 - stage
+        return tuple(jnp.clip(blocks[item.row, c], 0, N - 1) for c in at)
+
+    first_ids = ids_of(jnp.int32(0))
+    mosaic.barrier_wait(ring.q_free)
+    head = (item.row * s.tiles + _tile(s)) * s.rows
+    rows, to = pl.ds(head, s.rows), pl.ds(0, s.rows)
+    for i in range(2 * s.parts):
+        columns = pl.ds(i * s.width, s.width)
+        mosaic.copy_gmem_to_smem(q.at[rows, columns], ring.q.at[i, to], ring.q_full)
+    mosaic.copy_gmem_to_smem(q.at[rows, rotated], ring.q_rotated.at[0, to], ring.q_full)
+
+    def body(j: Array, ids: tuple[Array, ...]) -> tuple[Array, ...]:
+        stage, next_ids = lax.rem(j, 2), ids_of(j + 1)
+        start = lax.rem((item.first + j) * KEYS, S) if S > KEYS else 0
+        tokens = pl.ds(start, size)
 
         def copy(source: Any, target: Ref, full: Any) -> None:
             for c, block in enumerate(ids):
                 to = target.at[pl.ds(c * size, size)]
-                mosaic.copy_gmem_to_smem(latents.at[block, tokens, source], to, full)
+                mosaic.copy_gmem_to_smem(latents.at[block, tokens, source], to, full, **peers)
 
-        mosaic.barrier_wait(ring.free_first.at[stage])
-        first, last = ring.full_first.at[stage], ring.full_last.at[stage]
-        copy(pl.ds(half * s.half, s.half), ring.values.at[stage, half], first)
-        copy(rotated, ring.rotated.at[stage], first)
-        mosaic.barrier_wait(ring.free_last.at[stage])
-        copy(pl.ds(stage * s.half, s.half), ring.values.at[stage, stage], last)
-        return _
+        def copy_half(half: Array) -> None:
+            def one(i: Array, _: None) -> None:
+                part = half * s.parts + i
+                full = ring.full.at[stage * 2 * s.parts + part]
+                copy(pl.ds(part * s.width, s.width), ring.values.at[stage, part], full)
+                return _
 
-    lax.fori_loop(0, item.num, body, None)
+            lax.fori_loop(0, s.parts, one, None)
+
+        mosaic.barrier_wait(ring.free_own.at[stage])
+        copy_half(stage)
+        mosaic.barrier_wait(ring.free_other.at[stage])
+        copy_half(1 - stage)
+        copy(rotated, ring.rotated.at[stage], ring.full_rotated.at[stage])
+        return next_ids
+
+    lax.fori_loop(0, item.num, body, first_ids)
 
 
-Carry = tuple[Array, Array, Array]  # sum of weighed values [64, half], largest [64], total [64]
+def _tile(s: _Static) -> Array:
+    """Returns which of the tiles of heads this block computes."""
+    peer = lax.axis_index("peer") if s.cluster > 1 else 0
+    return lax.axis_index("team") * s.cluster + peer
 
 
-def _attend(s: _Static, item: _Item, wg: Array, ring: _Smem, out: Ref, parts: Parts) -> None:
+Carry = tuple[Array, Array, Array]  # sum of weighed values [64, half], best [64], totals [64, 8]
+
+
+def _attend(s: _Static, item: _Item, wg: int, ring: _Smem, out: Ref, parts: Parts) -> None:
     """Computes a warpgroup's columns of an item; it finds the weights of tiles wg, wg + 2, ..."""
-    other = 1 - wg
+    other, dtype, unit = 1 - wg, out.dtype, s.scale * LOG2_E
     mosaic.barrier_wait(ring.q_full)
 
-    def own(j: Array, carry: Carry) -> Carry:
-        """Finds the weights of tile j, leaves them for the other warpgroup, and adds values."""
-        (acc, best, total), mine = carry, _hidden(wg)
-        limit = item.length - (item.first + j) * KEYS
+    def values(stage: int) -> list[Ref]:
+        hidden = _hidden(jnp.int32(stage))
+        return [ring.values.at[hidden, wg * s.parts + i] for i in range(s.parts)]
+
+    def scores() -> Array:
+        mine = _hidden(jnp.int32(wg))
 
         def products(ref: Ref) -> None:
-            mosaic.barrier_wait(ring.full_first.at[wg])
-            mosaic.wgmma(ref, ring.q.at[1 - mine], ring.values.at[mine, 1 - mine].T)
+            for half in (wg, other):
+                for part in range(half * s.parts, (half + 1) * s.parts):
+                    mosaic.barrier_wait(ring.full.at[2 * s.parts * wg + part])
+                    mosaic.wgmma(ref, ring.q.at[mine - wg + part], ring.values.at[mine, part].T)
+            mosaic.barrier_wait(ring.full_rotated.at[wg])
             mosaic.wgmma(ref, ring.q_rotated.at[mine - wg], ring.rotated.at[mine].T)
-            mosaic.barrier_wait(ring.full_last.at[wg])
-            mosaic.wgmma(ref, ring.q.at[mine], ring.values.at[mine, mine].T)
 
-        scores = pl.run_state(products)(mosaic.ACC.init(full((ROWS, KEYS), 0.0)))
-        if s.late:
-            pl.when(j > 0)(lambda: mosaic.barrier_arrive(ring.scored.at[wg]))
-        _silence(ring.values.at[mine], limit)
-        weights, best, total, kept = _softmax(s, scores, best, total, limit)
-        weights = weights.astype(out.dtype)
-        put(ring.rotated.at[wg], weights)
-        put(ring.best.at[wg], best)
+        return pl.run_state(products)(mosaic.ACC.init(full((ROWS, KEYS), 0.0)))
+
+    def limit_of(j: Array) -> Array:
+        return item.length - (item.first + j) * KEYS
+
+    def scores_and_best(j: Array) -> tuple[Array, Array]:
+        found, limit = scores(), limit_of(j)
+
+        def hide(_: Array, scores: Array) -> Array:
+            _silence(ring.values.at[wg], limit)
+            return _mask(scores, limit)
+
+        found = lax.fori_loop(0, jnp.where(limit < KEYS, 1, 0), hide, found)
+        return lax.optimization_barrier((found, found.max(axis=1) * unit))
+
+    def weigh(scores: Array, highest: Array, best: Array) -> tuple[Array, Array, Array]:
+        """Finds the weights of a tile, and leaves them for the other warpgroup."""
+        new_best = jnp.where(highest > best + s.rise, highest, best)
+        weights = jnp.exp2(scores * unit - _wide(new_best, scores))
+        weights, new_best = lax.optimization_barrier((weights, new_best))
+        put(ring.rotated.at[wg], weights.astype(dtype))
+        put(ring.best.at[wg], new_best)
         plgpu.commit_smem()
         mosaic.barrier_arrive(ring.weighed.at[wg])
-        acc = acc * _wide(kept, acc)
-        if s.late:
-            pl.when(j + 1 < item.num)(lambda: mosaic.barrier_wait(ring.scored.at[other]))
-        acc = _add(acc, weights, ring.values.at[mine, wg])
-        mosaic.barrier_arrive(ring.free_last.at[wg])
-        return acc, best, total
+        return weights, new_best, jnp.exp2(best - new_best)
 
-    def others(carry: Carry) -> Carry:
-        """Adds values of the other warpgroup's tile by the weights that it has found."""
-        (acc, best, total), last = carry, 1 - _hidden(wg)
-        mosaic.barrier_wait(ring.full_first.at[other])
+    def add_own(acc: Array, weights: Array) -> Array:
+        acc = _add(acc, weights, values(wg))
+        mosaic.barrier_arrive(ring.free_own.at[wg])
+        return acc
+
+    def wait_other(carry: Carry) -> Carry:
+        """Waits for the other warpgroup's tile, and takes its best scores in."""
+        acc, best, total = carry
+        for i in range(s.parts):
+            mosaic.barrier_wait(ring.full.at[(2 * other + wg) * s.parts + i])
         mosaic.barrier_wait(ring.weighed.at[other])
         new_best = mosaic.load(ring.best.at[other], layout=PER_ROW, optimized=False)
         kept = jnp.exp2(best - new_best)
-        acc = _add(acc * _wide(kept, acc), ring.rotated.at[last], ring.values.at[last, wg])
-        mosaic.barrier_arrive(ring.free_first.at[other])
-        return acc, new_best, total * kept
+        return _rescale(s, acc, kept), new_best, total * _wide(kept, total)
 
-    # Loops of at most one turn stand for conditions: the first tile has none before it, and the
-    # last one may be the other warpgroup's. Values come before the next scores: the sooner a tile
-    # is read, the sooner another one is on its way.
-    carry = full((ROWS, s.half), 0.0), *(full((ROWS,), x, PER_ROW) for x in (NOTHING, 0.0))
-    carry = lax.fori_loop(0, 1 - wg, own, carry)
-    turns = lax.div(item.num + 1 - wg, 2)
-    carry = lax.fori_loop(1 - wg, turns, lambda i, c: own(wg + 2 * i, others(c)), carry)
-    carry = lax.fori_loop(0, lax.rem(item.num + 1 - wg, 2), lambda _, c: others(c), carry)
+    def add_other(carry: Carry) -> Carry:
+        acc, best, total = wait_other(carry)
+        acc = _add(acc, ring.rotated.at[other], values(other))
+        mosaic.barrier_arrive(ring.free_other.at[other])
+        return acc, best, total
+
+    def first_own(j: Array, carry: Carry) -> Carry:
+        acc, best, total = carry
+        weights, best, kept = weigh(*scores_and_best(j), best)
+        acc = add_own(_rescale(s, acc, kept), weights.astype(dtype))
+        return acc, best, total * _wide(kept, total) + _sums(weights)
+
+    def first(i: Array, carry: Carry) -> Carry:
+        behind = jnp.where(2 * i + 1 < item.num, 1, 0)
+        return lax.fori_loop(0, behind, lambda _, c: add_other(c), first_own(2 * i, carry))
+
+    def second(i: Array, carry: Carry) -> Carry:
+        found, highest = scores_and_best(2 * i + 1)
+        acc, best, total = wait_other(carry)
+
+        def products(refs: tuple[Ref, ...]) -> None:
+            acc_ref, *result_refs = refs
+            for i, value in enumerate(values(other)):
+                mosaic.wgmma(_columns(s.parts, acc_ref, i), ring.rotated.at[other], value)
+            weights, new_best, kept = weigh(found, highest, best)
+            if s.early:
+                mosaic.wgmma_accumulator_load(acc_ref, wait_n=0)
+                mosaic.barrier_arrive(ring.free_other.at[other])
+            results = weights.astype(dtype), new_best, kept, total * _wide(kept, total) + _sums(weights)
+            for ref, x in zip(result_refs, results, strict=True):
+                ref[...] = x
+
+        acc, weights, best, kept, total = pl.run_state(products)(
+            (mosaic.ACC.init(acc), found.astype(dtype), best, best, total)
+        )
+        if not s.early:
+            mosaic.barrier_arrive(ring.free_other.at[other])
+        weights = lax.optimization_barrier(weights)
+        return add_own(_rescale(s, acc, kept), weights), best, total
+
+    carry = full((ROWS, s.half), 0.0), full((ROWS,), NOTHING, PER_ROW), full((ROWS, 8), 0.0)
+    if wg == 0:
+        carry = lax.fori_loop(0, lax.div(item.num + 1, 2), first, carry)
+    else:
+        carry = lax.fori_loop(0, lax.div(item.num, 2), second, carry)
+        carry = lax.fori_loop(0, lax.rem(item.num, 2), lambda _, c: add_other(c), carry)
     _leave(s, item, carry, wg, ring, out, parts)
 
 
 def _leave(
-    s: _Static, item: _Item, carry: Carry, wg: Array, ring: _Smem, out: Ref, parts: Parts
+    s: _Static, item: _Item, carry: Carry, wg: int, ring: _Smem, out: Ref, parts: Parts
 ) -> None:
     """Writes a warpgroup's columns of a row, or of a part of one."""
-    acc, best, total = carry
+    acc, best, sums = carry
+    total = sums.sum(axis=1)
     put(ring.total.at[wg], total)
     plgpu.commit_smem()
     mosaic.barrier_arrive(ring.summed.at[wg])
     mosaic.barrier_wait(ring.summed.at[1 - wg])
     total += mosaic.load(ring.total.at[1 - wg], layout=PER_ROW, optimized=False)
-    mosaic.barrier_arrive(ring.q_free)  # not before: now the other's part may be replaced
     total = jnp.maximum(total, 1e-30)
     acc = acc * _wide(1 / total, acc)
-    heads = pl.ds(lax.axis_index("tile") * s.heads, s.heads)
+    heads = pl.ds(_tile(s) * s.heads, s.heads)
     columns = pl.ds(wg * s.half, s.half)
 
     @pl.when(item.whole)
     def _() -> None:
-        put_heads(acc.astype(out.dtype), out.at[item.row, heads, columns])
+        if s.heads % 8:
+            put_heads(acc.astype(out.dtype), out.at[item.row, heads, columns])
+        else:
+            _copy_out(s, acc.astype(out.dtype), wg, ring.q, out.at[item.row, heads])
 
     @pl.when(jnp.logical_not(item.whole))
     def _() -> None:
         put_heads(acc, parts.value.at[item.place, heads, columns])
-
-        @pl.when(wg == 0)
-        def _() -> None:
+        if wg == 0:
             weight = lax.broadcast_in_dim(best + jnp.log2(total), (ROWS, 8), [0])
             put_heads(weight, parts.weight.at[item.place, heads])
+
+    mosaic.barrier_arrive(ring.q_free)  # not before: now the other's part may be replaced
+
+
+def _copy_out(s: _Static, acc: Array, wg: int, q: Ref, out: Ref) -> None:
+    """Copies a warpgroup's columns of a result, [64, half], by way of its columns of the queries."""
+    own = range(wg * s.parts, (wg + 1) * s.parts)
+    for i, part in enumerate(own):
+        start, end = i * s.width, (i + 1) * s.width
+        put(q.at[part], lax.slice(acc, (0, start), (ROWS, end)) if s.parts > 1 else acc)
+    plgpu.commit_smem()
+    for part in own:
+        source = q.at[part, pl.ds(0, s.heads)]
+        mosaic.copy_smem_to_gmem(source, out.at[:, pl.ds(part * s.width, s.width)])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _hidden(number: Array) -> Array:
@@ -348,20 +463,10 @@ def _hidden(number: Array) -> Array:
     return lax.optimization_barrier(number)
 
 
-def _softmax(
-    s: _Static, scores: Array, best: Array, total: Array, limit: Array
-) -> tuple[Array, Array, Array, Array]:
-    """Takes scores, [64, keys], into the largest and the sum of the weights, [64], in base 2.
-
-    Returns the weights, the largest, the sum, and what is kept of older weights.
-    """
-    unit = s.scale * LOG2_E
-    scores = _mask(scores, limit)
-    new_best = jnp.maximum(best, scores.max(axis=1) * unit)
-    kept = jnp.exp2(best - new_best)
-    weights = jnp.exp2(scores * unit - _wide(new_best, scores))
-    total = total * kept + weights.sum(axis=1)
-    return lax.optimization_barrier((weights, new_best, total, kept))
+def _sums(weights: Array) -> Array:
+    """Returns sums of the weights of every eighth key, [64, 8], which no thread has to exchange."""
+    parts = [lax.slice(weights, (0, i), (ROWS, i + 8)) for i in range(0, KEYS, 8)]
+    return functools.reduce(jnp.add, parts)
 
 
 def _mask(scores: Array, limit: Array) -> Array:
@@ -377,23 +482,70 @@ def _mask(scores: Array, limit: Array) -> Array:
     return lax.concatenate(parts, 1)
 
 
-def _add(acc: Array, weights: Array | Ref, values: Ref) -> Array:
-    """Adds weights, [64, keys], times values, [keys, half]."""
-    return pl.run_state(lambda ref: mosaic.wgmma(ref, weights, values))(mosaic.ACC.init(acc))
+def _add(acc: Array, weights: Array | Ref, values: list[Ref]) -> Array:
+    """Adds weights, [64, keys], times values, [keys, width] of each part."""
+
+    def products(ref: Ref) -> None:
+        for i, value in enumerate(values):
+            mosaic.wgmma(_columns(len(values), ref, i), weights, value)
+
+    return pl.run_state(products)(mosaic.ACC.init(acc))
+
+
+def _rescale(s: _Static, acc: Array, kept: Array) -> Array:
+    """Returns acc, [64, half], times what is kept of each row. A warp that keeps all leaves it."""
+    if not s.branch:
+        return acc * _wide(kept, acc)
+    out = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=LAYOUT)
+
+    @mosaic.inline_mgpu(arg_types=(LAYOUT, PER_ROW), return_type=out)
+    def scale(_: Any, acc: mgpu.FragmentedArray, kept: mgpu.FragmentedArray) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        one = mgpu.c(1.0, ir.F32Type.get())
+        changed = []
+        for register in kept.registers.flat:
+            number = vector.extract(register, dynamic_position=[], static_position=[0])
+            changed.append(arith.cmpf(arith.CmpFPredicate.UNE, number, one))
+        some = arith.extui(i32, functools.reduce(arith.ori, changed))
+        text = (
+            "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; "
+            "selp.b32 $0, 1, 0, p; }"
+        )
+        found = mosaic.inline_asm(i32, [some], text, "=r,r", has_side_effects=True)
+        condition = arith.cmpi(arith.CmpIPredicate.ne, found, mgpu.c(0, i32))
+        wide = kept.broadcast_in_dim(acc.shape, (0,), acc.layout)
+        registers = list(acc.registers.flat)
+        branch = scf.IfOp(condition, [r.type for r in registers], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            scf.yield_([arith.mulf(a, b) for a, b in zip(registers, wide.registers.flat)])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(registers)
+        shaped = np.array(list(branch.results), object).reshape(acc.registers.shape)
+        return mgpu.FragmentedArray(_registers=shaped, _layout=acc.layout, _is_signed=None)
+
+    return scale(acc, kept)
+
+
+def _columns(parts: int, acc: Ref, i: int) -> Ref:
+    """Returns one of equal parts of a sum's columns."""
+    width = acc.shape[1] // parts
+    return acc if parts == 1 else acc.at[:, pl.ds(i * width, width)]
 
 
 def _silence(values: Ref, limit: Array) -> None:
-    """Zeroes values, [2, keys, half], from key `limit` on: a weight of 0 does not silence a NaN."""
+    """Zeroes values, [parts, keys, width], from key `limit` on: a weight of 0 leaves a NaN."""
 
-    @pl.when(limit < KEYS)
-    def _() -> None:
-        for half in range(2):
-            for start in range(0, values.shape[2], 64):
-                part = values.at[half, :, pl.ds(start, 64)]
-                x = plgpu.layout_cast(part[...], LAYOUT)
-                key = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=LAYOUT)
-                part[...] = jnp.where(key < limit, x, jnp.zeros((), x.dtype))
-        plgpu.commit_smem()
+    num = values.shape[2] // 64
+
+    def each(i: Array, _: None) -> None:
+        place = values.at[lax.div(i, num), :, pl.ds(lax.rem(i, num) * 64, 64)]
+        x = plgpu.layout_cast(place[...], LAYOUT)
+        key = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=LAYOUT)
+        place[...] = jnp.where(key < limit, x, jnp.zeros((), x.dtype))
+        return _
+
+    lax.fori_loop(0, values.shape[0] * num, each, None)
+    plgpu.commit_smem()
 
 
 def _wide(x: Array, like: Array) -> Array:

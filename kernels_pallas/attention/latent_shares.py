@@ -1,15 +1,19 @@
 """The keys that each block of latent decode's grid reads: equal runs of the tiles of all rows.
 
 A run starts and ends where it may, so at most two of a block's rows are in parts: the one that an
-earlier block began, and the one that a later block goes on with. Found on the device, once a step.
+earlier block began, and the one that a later block goes on with. Where rows are about as long, each
+block has as many of them, whole. Found on the device, once a step.
 """
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrunner.indexing import find_rows
 from jaxrunner.types import Array
+
+SLACK = 16  # a block may have one part in so many more tiles, so that no row is cut
 
 
 class Shares(NamedTuple):
@@ -51,8 +55,17 @@ def share_out(seq_lens: Array, block_kv: int, num_ctas: int, longest: int | None
     first = jnp.arange(C, dtype=jnp.int32) * share
     row = jnp.minimum(find_rows(behind, first), B - 1)
     last = jnp.minimum(first + share, end[-1] if longest is None else end[row])
+    head = start[row] // share
+    if longest is None:  # as many rows to each block, if that takes hardly longer
+        run = -(-B // C)
+        bounds = jnp.append(start, end[-1])[np.minimum(np.arange(C + 1) * run, B)]
+        is_whole = jnp.max(jnp.diff(bounds)) <= share + share // SLACK + 1
+        first = jnp.where(is_whole, bounds[:-1], first)
+        last = jnp.where(is_whole, bounds[1:], last)
+        row = jnp.where(is_whole, np.minimum(np.arange(C) * run, B - 1), row)
+        head = jnp.where(is_whole, row // run, head)
     num_rows = jnp.where(first < last, find_rows(behind, last - 1) - row + 1, 0)
-    return Shares(start, end, length, first, last, row, num_rows, start[row] // share)
+    return Shares(start, end, length, first, last, row, num_rows, head)
 
 
 def of_part(head: Array, part: Array) -> Array:
