@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxrunner.caches.state import StateCache
-from jaxrunner.kernels_pallas.attention.halves import Halves
 from jaxrunner.kernels_pallas.cases.case import Case
 from jaxrunner.kernels_pallas.cases.chunk_case import PROMPTS
 from jaxrunner.kernels_pallas.states import delta_chunks, state_chunks
+from jaxrunner.kernels_pallas.states.halves import Halves
 from jaxrunner.kernels_pallas.states.state_chunks import CHUNK, Tokens
 from jaxrunner.operation import Chosen
 from jaxrunner.ops.states import recurrence

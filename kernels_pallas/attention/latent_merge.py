@@ -39,25 +39,22 @@ def merge(parts: Parts, shares: Shares, out: Ref) -> None:
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-    )(*shares, *parts, out)  # fmt: skip
+    )(shares.row, shares.head, shares.ends, *parts, out)  # fmt: skip
 
 
 def _merge(
-    heads: int, start_ref: Ref, end_ref: Ref, length_ref: Ref, first_ref: Ref, last_ref: Ref,
-    row_ref: Ref, num_ref: Ref, head_ref: Ref, value: Ref, weight: Ref, out: Ref,
-) -> None:  # fmt: skip
+    heads: int, row: Ref, head_ref: Ref, ends: Ref, value: Ref, weight: Ref, out: Ref
+) -> None:
     plgpu.griddepcontrol_wait()
     cta = lax.axis_index("cta")
-    row, first, last = row_ref[cta], first_ref[cta], last_ref[cta]
-    begun = (first < last) & (start_ref[row] < first)
 
-    @pl.when(begun & (end_ref[row] <= last))
+    @pl.when(ends[cta] == 1)
     def _() -> None:
         head = head_ref[cta]
         for i in range(heads):
             h = jnp.minimum(lax.axis_index("heads") * heads + i, out.shape[1] - 1)
             found = _sum(value.at[:, h], weight.at[:, h], head, cta - head + 1)
-            out[row, h] = found.astype(out.dtype)
+            out[row[cta], h] = found.astype(out.dtype)
 
 
 def _sum(value: Ref, weight: Ref, head: Array, num: Array) -> Array:

@@ -1,8 +1,8 @@
 """The keys that each block of latent decode's grid reads: equal runs of the tiles of all rows.
 
 A run starts and ends where it may, so at most two of a block's rows are in parts: the one that an
-earlier block began, and the one that a later block goes on with. Where rows are about as long, each
-block has as many of them, whole. Found on the device, once a step.
+earlier block began, and the one that a later block goes on with. Where rows are about as long,
+blocks have as many rows instead, whole: nothing is to be merged. Found on the device, once a step.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import numpy as np
 from jaxrunner.indexing import find_rows
 from jaxrunner.types import Array
 
-SLACK = 16  # a block may have one part in so many more tiles, so that no row is cut
+SLACK = 16  # a block may have one more tile in so many, and one, so that no row is cut
 
 
 class Shares(NamedTuple):
@@ -27,6 +27,7 @@ class Shares(NamedTuple):
     row: Array  # [C] the row of its first tile
     num_rows: Array  # [C] that have some of its tiles
     head: Array  # [C] the block that has the first tile of `row`
+    ends: Array  # [C] whether the block has the last tile of `row`, and not the first one
 
 
 def share_out(seq_lens: Array, block_kv: int, num_ctas: int, longest: int | None = None) -> Shares:
@@ -56,7 +57,7 @@ def share_out(seq_lens: Array, block_kv: int, num_ctas: int, longest: int | None
     row = jnp.minimum(find_rows(behind, first), B - 1)
     last = jnp.minimum(first + share, end[-1] if longest is None else end[row])
     head = start[row] // share
-    if longest is None:  # as many rows to each block, if that takes hardly longer
+    if longest is None:  # whole rows if no block has many more tiles then
         run = -(-B // C)
         bounds = jnp.append(start, end[-1])[np.minimum(np.arange(C + 1) * run, B)]
         is_whole = jnp.max(jnp.diff(bounds)) <= share + share // SLACK + 1
@@ -65,7 +66,8 @@ def share_out(seq_lens: Array, block_kv: int, num_ctas: int, longest: int | None
         row = jnp.where(is_whole, np.minimum(np.arange(C) * run, B - 1), row)
         head = jnp.where(is_whole, row // run, head)
     num_rows = jnp.where(first < last, find_rows(behind, last - 1) - row + 1, 0)
-    return Shares(start, end, length, first, last, row, num_rows, head)
+    ends = (first < last) & (start[row] < first) & (end[row] <= last)
+    return Shares(start, end, length, first, last, row, num_rows, head, ends.astype(jnp.int32))
 
 
 def of_part(head: Array, part: Array) -> Array:

@@ -1,16 +1,24 @@
 """Functions of an online softmax that kernels share (arXiv:2205.14135). Scores are in base 2."""
 
+import functools
 import math
+from typing import Any
 
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf, vector
+import numpy as np
 
+from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import Index, Layout
 from jaxrunner.types import Array
 
 LOG2_E = math.log2(math.e)
 NOTHING = -1e30  # less than any score, yet finite: a row that sees no key must not become NaN
 LAYOUT = plgpu.Layout.WGMMA
+PER_ROW = LAYOUT.reduce(1)
 
 
 def full(shape: tuple[int, ...], value: float, layout: Layout = LAYOUT) -> Array:
@@ -38,3 +46,38 @@ def with_sink(sink: Array, once: Array, best: Array, total: Array) -> tuple[Arra
     new_best = jnp.maximum(best, sink)
     kept = jnp.exp2(best - new_best)
     return new_best, total * kept + jnp.exp2(sink - new_best), kept
+
+
+def rescale(acc: Array, kept: Array) -> Array:
+    """Returns acc, [64, n], times what is kept of each row, [64]; warps that keep all skip it."""
+    out = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=LAYOUT)
+
+    @mosaic.inline_mgpu(arg_types=(LAYOUT, PER_ROW), return_type=out)
+    def scale(_: Any, acc: mgpu.FragmentedArray, kept: mgpu.FragmentedArray) -> Any:
+        old = list(acc.registers.flat)
+        wide = kept.broadcast_in_dim(acc.shape, (0,), acc.layout).registers.flat
+        branch = scf.IfOp(_some_less(kept), [x.type for x in old], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            scf.yield_([arith.mulf(x, y) for x, y in zip(old, wide, strict=True)])
+        with ir.InsertionPoint(branch.elseRegion.blocks[0]):
+            scf.yield_(old)
+        registers = np.array(list(branch.results), object).reshape(acc.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
+
+    return scale(acc, kept)
+
+
+def _some_less(kept: mgpu.FragmentedArray) -> ir.Value:
+    """Says whether a warp has a number that is not 1. In MLIR."""
+    i32, one = ir.IntegerType.get_signless(32), mgpu.c(1.0, ir.F32Type.get())
+    less = []
+    for register in kept.registers.flat:
+        number = vector.extract(register, dynamic_position=[], static_position=[0])
+        less.append(arith.cmpf(arith.CmpFPredicate.UNE, number, one))
+    text = (
+        "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; "
+        "selp.b32 $0, 1, 0, p; }"
+    )
+    mine = arith.extui(i32, functools.reduce(arith.ori, less))
+    found = mosaic.inline_asm(i32, [mine], text, "=r,r", has_side_effects=True)
+    return arith.cmpi(arith.CmpIPredicate.ne, found, mgpu.c(0, i32))

@@ -16,8 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic
-from jaxrunner.kernels_pallas.attention.halves import halves, pair, product
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref
+from jaxrunner.kernels_pallas.states.halves import halves, pair, product
 from jaxrunner.kernels_pallas.states.state_chunks import (
     CHUNK,
     COMPILER,

@@ -21,8 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic
-from jaxrunner.kernels_pallas.attention.halves import Halves, halves, pair, product, put_halves
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Ref
+from jaxrunner.kernels_pallas.states.halves import Halves, halves, pair, product, put_halves
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
