@@ -13,18 +13,9 @@ from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.attention import latent_decode as kernel
 from jaxrunner.kernels_pallas.attention import latent_pairs
 from jaxrunner.kernels_pallas.attention.latent_decode import TuningConfig, latent_decode
+from tests.support import oracles
 from tests.support.interpreted_products import interpret
 from tests.support.lowering import lowers
-
-
-def exact(q, latents, blocks, lens, scale, rank):
-    """Attention in float64, row by row."""
-    out = np.zeros((*q.shape[:2], rank))
-    for row, num in enumerate(lens):
-        keys = latents[blocks[row]].reshape(-1, latents.shape[-1])[:num]
-        scores = np.exp(q[row] @ keys.T * scale)
-        out[row] = scores / np.maximum(scores.sum(1, keepdims=True), 1e-300) @ keys[:, :rank]
-    return out
 
 
 def ending(body):
@@ -67,11 +58,11 @@ def test_pairs_of_tiles_are_attention(lens, heads, S, rank, config, monkeypatch)
         )
     q = jnp.asarray(3 * rng.normal(size=(len(lens), heads, D)), jnp.bfloat16)
     latents = jnp.asarray(latents, jnp.bfloat16)
-    queries, keys = (np.asarray(x, np.float64) for x in (q, latents))
-    want = exact(queries, keys, blocks, lens, D**-0.5, rank)
+    args = q, latents, *(jnp.asarray(x, jnp.int32) for x in (blocks, lens))
+    sizes = dict(scale=D**-0.5, rank=rank)
+    want = oracles.latent_decode(*args, **sizes)
     if interpret(monkeypatch, latent_pairs):
         monkeypatch.setattr(kernel, "_kernel", ending(kernel._kernel))
-    attend = functools.partial(latent_decode, scale=D**-0.5, rank=rank)
-    tables = (jnp.asarray(x, jnp.int32) for x in (blocks, lens))
-    found = jax.jit(functools.partial(attend, config=TuningConfig(**config)))(q, latents, *tables)
+    attend = functools.partial(latent_decode, **sizes, config=TuningConfig(**config))
+    found = jax.jit(attend)(*args)
     np.testing.assert_allclose(found.astype(jnp.float32), want, atol=0.04)

@@ -33,6 +33,7 @@ from jaxrunner.kernels_pallas.attention.online_softmax import (
     LAYOUT,
     LOG2_E,
     NOTHING,
+    PER_ROW,
     seen,
     with_sink,
 )
@@ -227,7 +228,6 @@ def _attend_item(
     own = decode_item.read(items_ref, item)
     row, first, last, num, length, first_block, head, parts = own
     reach = None if window is None else window + num - 1  # of all the row's tokens
-    layout, per_row = LAYOUT, LAYOUT.reduce(1)
 
     def wide(x: Array, like: Array) -> Array:
         return lax.broadcast_in_dim(x, like.shape, [0])
@@ -269,7 +269,7 @@ def _attend_item(
             plgpu.commit_smem()
         limit = length
         if query_len > 1:
-            limit = query_rows.sight(ROWS, tile.pitch, per_row, length, num)
+            limit = query_rows.sight(ROWS, tile.pitch, PER_ROW, length, num)
 
         def tile_step(at: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             acc, best, total, block = carry
@@ -307,14 +307,14 @@ def _attend_item(
             return acc, new_best, total, next_block
 
         start = (
-            plgpu.layout_cast(jnp.zeros((ROWS, D), jnp.float32), layout),
-            plgpu.layout_cast(jnp.full((ROWS,), NOTHING, jnp.float32), per_row),
-            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row),
+            plgpu.layout_cast(jnp.zeros((ROWS, D), jnp.float32), LAYOUT),
+            plgpu.layout_cast(jnp.full((ROWS,), NOTHING, jnp.float32), PER_ROW),
+            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW),
             block_of(first + config.stages),
         )
         acc, best, total, _ = lax.fori_loop(first, last, tile_step, start)
         if sinks:
-            sink = mosaic.load(sink_ref.at[h], layout=per_row, optimized=False)
+            sink = mosaic.load(sink_ref.at[h], layout=PER_ROW, optimized=False)
             best, total, kept = with_sink(sink, item == head, best, total)
             acc = acc * wide(kept, acc)
         safe = jnp.maximum(total, 1e-30)

@@ -86,7 +86,7 @@ def latent_decode(
     s = Static(heads, rows, tiles, half, scale, config.registers)
     longest = -(-blocks.shape[1] * latents.shape[1] // KEYS) if config.batch_invariant else None
     shares = share_out(seq_lens, KEYS, max(1, config.num_ctas // tiles), longest)
-    C = shares.first.shape[0]
+    C, tiles_of = shares.first.shape[0], shares[:-2]  # without what only merges read
     whole = config.batch_invariant and C == B  # no row can be in parts
     out = jax.empty_ref(jax.ShapeDtypeStruct((B, H, rank), dtype))
     parts = Parts(
@@ -102,7 +102,7 @@ def latent_decode(
         out_type=(), scratch_types=scratch(s, dtype, latents.shape[1]),
         grid=(C, tiles), grid_names=("cta", "tile"), num_threads=3, thread_name="wg",
         kernel_name="latent_decode", compiler_params=COMPILER,
-    )(queries, latents, blocks.astype(jnp.int32), *shares[:-2], out, *parts)  # fmt: skip
+    )(queries, latents, blocks.astype(jnp.int32), *tiles_of, out, *parts)  # fmt: skip
     if not whole:
         merge(parts, shares, out)
     return jax.freeze(out)

@@ -26,6 +26,7 @@ class Shares(NamedTuple):
     last: Array  # [C] one past its last; no more than `first` where it has none
     row: Array  # [C] the row of its first tile
     num_rows: Array  # [C] that have some of its tiles
+    # What only merges read, of rows that are cut:
     head: Array  # [C] the block that has the first tile of `row`
     ends: Array  # [C] whether the block has the last tile of `row`, and not the first one
 
@@ -54,17 +55,15 @@ def share_out(seq_lens: Array, block_kv: int, num_ctas: int, longest: int | None
     start = behind - places
     end = start + tiles
     first = jnp.arange(C, dtype=jnp.int32) * share
-    row = jnp.minimum(find_rows(behind, first), B - 1)
-    last = jnp.minimum(first + share, end[-1] if longest is None else end[row])
-    head = start[row] // share
+    last = first + share
     if longest is None:  # whole rows if no block has many more tiles then
-        run = -(-B // C)
-        bounds = jnp.append(start, end[-1])[np.minimum(np.arange(C + 1) * run, B)]
+        bounds = jnp.append(start, end[-1])[np.minimum(np.arange(C + 1) * -(-B // C), B)]
         is_whole = jnp.max(jnp.diff(bounds)) <= share + share // SLACK + 1
         first = jnp.where(is_whole, bounds[:-1], first)
         last = jnp.where(is_whole, bounds[1:], last)
-        row = jnp.where(is_whole, np.minimum(np.arange(C) * run, B - 1), row)
-        head = jnp.where(is_whole, row // run, head)
+    row = jnp.minimum(find_rows(behind, first), B - 1)
+    last = jnp.minimum(last, end[-1] if longest is None else end[row])
+    head = start[row] // share
     num_rows = jnp.where(first < last, find_rows(behind, last - 1) - row + 1, 0)
     ends = (first < last) & (start[row] < first) & (end[row] <= last)
     return Shares(start, end, length, first, last, row, num_rows, head, ends.astype(jnp.int32))

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.attention import prefill_quantized_kv, quantized_kv
-from jaxrunner.kernels_pallas.attention.online_softmax import LAYOUT, LOG2_E, NOTHING, full
+from jaxrunner.kernels_pallas.attention.online_softmax import LAYOUT, LOG2_E, NOTHING, PER_ROW, full
 from jaxrunner.kernels_pallas.attention.prefill_tiles import tiles
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.stores import put_tokens
@@ -320,7 +320,7 @@ def _attend(
     # Loops of at most one turn stand for conditions: a tile may have no step.
     some = jnp.minimum(num, 1)
     acc, p = full((ROWS, s.q[2]), 0.0), full((ROWS, keys), 0.0).astype(out.dtype)
-    best, total = (full((ROWS,), value, LAYOUT.reduce(1)) for value in (NOTHING, 0.0))
+    best, total = (full((ROWS,), value, PER_ROW) for value in (NOTHING, 0.0))
     best, total, p = lax.fori_loop(0, some, begin, (best, total, p))
     # The steps from `a` to `b` need no mask.
     a = lax.div(jnp.maximum(jnp.maximum(first, low) + zero + 1, 0), keys)

@@ -12,7 +12,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 import numpy as np
 
 from jaxrunner.kernels_pallas import mosaic
-from jaxrunner.kernels_pallas.attention.online_softmax import LAYOUT
+from jaxrunner.kernels_pallas.attention.online_softmax import LAYOUT, PER_ROW
 from jaxrunner.kernels_pallas.mosaic import Barrier, Ref, Shaped
 from jaxrunner.types import Array
 
@@ -135,7 +135,7 @@ def halves(four: ir.Value) -> list[ir.Value]:
 
 def scales(ref: Ref, first: int, count: int) -> Array:
     """Loads scales, `count` of them from `first` on, from ref, [copies, part], one row a key."""
-    out = plgpu.ShapeDtypeStruct((count,), jnp.float32, layout=LAYOUT.reduce(1))
+    out = plgpu.ShapeDtypeStruct((count,), jnp.float32, layout=PER_ROW)
 
     @mosaic.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
     def load(_: Any, ref: ir.Value) -> mgpu.FragmentedArray:
