@@ -71,7 +71,8 @@ def fp8_pairs(x: Array, *, interpret: Any = None) -> tuple[Array, Array]:
         ),
         grid=(T,), grid_names=("row",), num_threads=cut[0], thread_name="group",
         kernel_name="fp8_pairs",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True), interpret=interpret,
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
+        interpret=interpret,
     )(x.reshape(*x.shape[:-1], *cut))  # fmt: skip
     return numbers.reshape(2, T, E), scale
 
