@@ -137,11 +137,11 @@ PAIRS, UNITS = "quantized_tile of pairs", "two products, units as pairs"
 @pytest.mark.parametrize(
     ("tokens", "gate_up", "down", "names"),
     [
-        (64, *MLP, ("add_norm_pairs", PAIRS, UNITS)),
+        (96, *MLP, ("add_norm_pairs", PAIRS, UNITS)),
         (128, *MLP, ("add_norm_pairs", PAIRS, UNITS)),
         (256, *MLP, ("add_rms_norm", "quantized_tile", "two products")),
         (64, *mlp_weights(Scheme(FP8)), ("add_norm_pairs", PAIRS, UNITS)),
-        (64, MLP[0], mlp_weights(Scheme("int8"))[1], ("add_norm_pairs", PAIRS, "two products")),
+        (96, MLP[0], mlp_weights(Scheme("int8"))[1], ("add_norm_pairs", PAIRS, "two products")),
         (64, mlp_weights(Scheme("int8"))[0], MLP[1], ("add_rms_norm", "quantized_tile", UNITS)),
         (64, replace(MLP[0], permutation=shaped(4096, dtype=jnp.int32)), MLP[1],
          ("add_rms_norm", "quantized_tile", UNITS)),

@@ -11,7 +11,7 @@ import pytest
 from jaxrunner.linear import Linear
 from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.loading.weights import load_params
-from jaxrunner.ops import fp8_products, products, quantized_products
+from jaxrunner.ops import banded_products, fp8_products, products, quantized_products
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from tests.support import quantized
 from tests.support.quantized import SETTINGS
@@ -146,12 +146,14 @@ def test_what_runs_a_product_is_told_with_the_reason(tmp_path):
     reason = "wants weights that are Linear, got QuantizedLinear"
     known = (*quantized_products.WHOLE, *quantized_products.IN_PARTS, quantized_products.MLP)
     units = {f"two products, units {how}" for how in ("in fp8", "as pairs")}
-    own = {one.name for one in known} | units | {fp8_products.MLP.name}
+    own = {one.name for one in known} | units | {fp8_products.MLP.name, banded_products.MLP.name}
     assert {why for one in found for name, why in one.refused.items() if name not in own} == {
         reason
     }
-    names = "fp8_blocks, quantized_tile of pairs, quantized_tile, quantized_matmul, fp8 product"
-    assert list(found[0].refused) == names.split(", ")
+    assert list(found[0].refused) == [
+        "fp8_blocks", "fp8_blocks of pairs", "quantized_tile of pairs", "quantized_tile",
+        "quantized_matmul", "fp8 product",
+    ]  # fmt: skip
     assert found[0].refused["quantized_tile"] == "wants weights without zero points"
     assert found[0].refused["fp8 product"] == "wants weights and inputs in fp8"
 

@@ -22,7 +22,7 @@ from jaxrunner.ops.states.delta_rule import DeltaRuleInputs, delta_rule
 from jaxrunner.ops.states.state_space import StateSpaceInputs, state_space
 from jaxrunner.pytree import host_value
 from jaxrunner.types import Array
-from tests.support import oracles
+from tests.support import oracles, state_oracles
 from tests.support.lowering import lowers
 from tests.support.states import batch_of, interpreted, sized
 
@@ -49,7 +49,7 @@ def matrix_units(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("case", PROMPTS, ids=lambda case: case.name)
 def test_interpreted_kernels_equal_the_oracle(case: Case):
     args = case.make(7)
-    want = oracles.state_chunks(*args, **case.options)
+    want = state_oracles.state_chunks(*args, **case.options)
     got = jax.jit(functools.partial(case.run, interpret=interpreted()))(*args)
     for mine, right in zip(got, want, strict=True):
         short = "bfloat16" in (str(mine.dtype), str(args[0].dtype))

@@ -29,7 +29,7 @@ from jaxrunner.program.bucket import Bucket
 from jaxrunner.program.program import Program
 from jaxrunner.pytree import host_value
 from jaxrunner.sampling import RULES
-from tests.support import oracles, tiny
+from tests.support import oracles, state_oracles, tiny
 from tests.support.lowering import cuda, lowers
 from tests.support.states import batch_of, interpreted, sized
 
@@ -52,7 +52,7 @@ QUICK = [case for case in STATES if "whole parts" not in case.name]
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_interpreted_kernels_equal_the_oracle(case: Case):
     args = case.make(7)
-    want = oracles.state_step(*args, **case.options)
+    want = state_oracles.state_step(*args, **case.options)
     got = jax.jit(functools.partial(case.run, interpret=interpreted()))(*args)
     for mine, right in zip(got, want, strict=True):
         mine, bound = oracles.wide(mine), 1e-6 if mine.dtype == jnp.float32 else 1e-3

@@ -18,7 +18,15 @@ from jaxrunner.kernels_pallas.states.state_chunks import CHUNK
 from jaxrunner.linear import Weights
 from jaxrunner.model import AttentionSpec, MakeOps, Ops, RopeAndNorm
 from jaxrunner.operation import Note, Operation, run_first, unnoted
-from jaxrunner.ops import cpu_attention, experts, paired_products, products, routing
+from jaxrunner.ops import (
+    banded_products,
+    cpu_attention,
+    experts,
+    fp8_products,
+    paired_products,
+    products,
+    routing,
+)
 from jaxrunner.ops.adapters import low_rank
 from jaxrunner.ops.attention import (
     ATTENTION,
@@ -26,7 +34,6 @@ from jaxrunner.ops.attention import (
     ROTATE_WRITE,
     refuses_kernels,
 )
-from jaxrunner.ops.fp8_products import add_norm_of
 from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.latent import expanded
 from jaxrunner.ops.plain import add_rms_norm, glu, norm_heads, split_heads, summed
@@ -146,8 +153,7 @@ def fused(batch: Batch, *, note: Note = unnoted, batch_invariant: bool = False) 
         return run_first("attention", attention, batch, q, cache, spec, note=note), cache
 
     def add_norm(*args: Any, readers: Sequence[Weights] = ()) -> tuple[Array, Any]:
-        in_fp8 = (add_norm_of(readers), paired_products.add_norm_of(readers)) if readers else ()
-        known = *in_fp8, *ADD_NORM
+        known = *(made(readers) for made in NORMS_IN_FP8 if readers), *ADD_NORM
         return run_first("add_norm", known, *args, note=note)
 
     attend_latent = functools.partial(
@@ -191,6 +197,9 @@ def _norm_of_parts(x: Array, residual: Array, weight: Array, *how: Any) -> tuple
     return add_rms_norm(x, summed(residual, x.dtype), weight, *how)
 
 
+NORMS_IN_FP8 = (
+    fp8_products.add_norm_of, banded_products.add_norm_of, paired_products.add_norm_of
+)  # fmt: skip
 ADD_NORM = (
     Operation("add_rms_norm", _norm_kernel, _refuses_norm),
     Operation("plain JAX", _norm_of_parts),

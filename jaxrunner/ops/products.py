@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas.products import gated_mlp, matmul
 from jaxrunner.linear import Linear, Weights
 from jaxrunner.operation import Note, Operation, run_first
-from jaxrunner.ops import fp8_products, paired_products, quantized_products
+from jaxrunner.ops import banded_products, fp8_products, paired_products, quantized_products
 from jaxrunner.ops.plain import glu, multiply_parts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
@@ -191,6 +191,7 @@ PARTS = Operation("plain JAX in parts", _parts, _refuses_parts)
 BESIDE_EXPERTS = (
     Operation("glu", _glu_mlp, _refuses_glu),
     fp8_products.MLP,
+    banded_products.MLP,
     _by_units("in fp8", fp8_products.of_gates, fp8_products.refuses_gates),
     _by_units("as pairs", paired_products.of_gates, paired_products.refuses_gates),
     Operation("two products", _two_products),

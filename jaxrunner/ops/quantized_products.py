@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas.quantized import quantized_fit, quantized_matmul, quantized_mlp
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Note, Operation
-from jaxrunner.ops import fp8_products, paired_products
+from jaxrunner.ops import banded_products, fp8_products, paired_products
 from jaxrunner.quantization.fp8 import E4M3
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
@@ -144,7 +144,7 @@ TILES = Operation("quantized_tile", _tiles, _refuses_tiles)
 TILES_IN_PARTS = Operation("quantized_tile in parts", _tiles_parts, _refuses_tiles_parts)
 MATMUL = Operation("quantized_matmul", _matmul, _refuses)
 MATMUL_IN_PARTS = Operation("quantized_matmul in parts", _matmul_parts, _refuses_parts)
-WHOLE = fp8_products.BLOCKS, paired_products.TILES, TILES, MATMUL, OF_FP8
+WHOLE = fp8_products.BLOCKS, banded_products.PRODUCT, paired_products.TILES, TILES, MATMUL, OF_FP8
 IN_PARTS = (
     fp8_products.IN_PARTS,
     fp8_products.BLOCKS,

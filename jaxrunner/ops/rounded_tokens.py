@@ -1,7 +1,7 @@
 """Tokens that come in fp8 from the norm before a product."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 
@@ -50,6 +50,27 @@ class PairedTokens:
         return self.numbers.shape[1:]
 
 
+@pytree
+class BandedTokens:
+    """Stands for a norm, [T, E], that only gates and what they gate read, held in fp8.
+
+    Each number is the sum of two of fp8 times a scale of 128 terms, in bands of rows (`fp8_bands`).
+    """
+
+    numbers: Array = leaf("rows E", jnp.float8_e4m3fn)
+    scale: Array = leaf("groups rows", jnp.float32)
+    dtype: Any = static()  # of the norm
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the norm."""
+        rows, E = self.numbers.shape
+        return rows // 2, E
+
+
+TokensInFp8: TypeAlias = RoundedTokens | PairedTokens | BandedTokens
+
+
 def told_readers(*weights: Any) -> dict[str, Any]:
     """Returns `readers` for `Ops.add_norm` where all may take its norm in fp8, else nothing.
 
@@ -68,7 +89,7 @@ def told_readers(*weights: Any) -> dict[str, Any]:
 def add_norm_in_fp8(
     name: str, kernel: Callable[..., tuple[Array, Array, Array]],
     refuses_norm: Callable[[Array, Array, Array], str | None],
-    tokens: type[RoundedTokens] | type[PairedTokens], readers: Sequence[Weights],
+    tokens: Callable[[Array, Array, Any], TokensInFp8], readers: Sequence[Weights],
     refuses_reader: Callable[[Array, QuantizedLinear], str | None],
 ) -> Operation:  # fmt: skip
     """Returns the `add_norm` of a kernel whose norm comes as `tokens`, which all readers take."""
@@ -76,7 +97,7 @@ def add_norm_in_fp8(
     def run(
         x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
         end: Array | None = None,
-    ) -> tuple[Array, RoundedTokens | PairedTokens]:  # fmt: skip
+    ) -> tuple[Array, TokensInFp8]:  # fmt: skip
         total, numbers, scale = kernel(x, residual, weight, eps=eps, one_more=one_more)
         return total, tokens(numbers, scale, x.dtype)
 

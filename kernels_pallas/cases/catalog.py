@@ -18,6 +18,7 @@ from jaxrunner.kernels_pallas.cases.attention_case import (
     Attention,
     latents,
 )
+from jaxrunner.kernels_pallas.cases.band_case import BANDS, BENCH_BANDS
 from jaxrunner.kernels_pallas.cases.case import Case
 from jaxrunner.kernels_pallas.cases.chunk_case import LONG_PROMPTS, PROMPTS
 from jaxrunner.kernels_pallas.cases.conv_case import CONVS
@@ -190,6 +191,7 @@ TESTS: tuple[Case, ...] = (
     quantized_tiles(256, 1024, 128, "int8", groups=1, turns=2, terms=64, tokens=128),
     *FP8,
     *PAIRS,
+    *BANDS,
     writes(1, 8, 2, 128, normed=False), writes(7, 16, 8, 128, normed=True),
     writes(300, 4, 4, 64, normed=True), writes(64, 8, 4, 256, normed=False),
     writes(9, 16, 8, 256, normed=True, one_more=True),
@@ -232,6 +234,7 @@ BENCH: tuple[Case, ...] = (
       for E, F in ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)) for T in (64, 256)),
     *BENCH_FP8,
     *BENCH_PAIRS,
+    *BENCH_BANDS,
     full_tiles(1 << 14, 256, 8, 7168, 512), *BENCH_QUANTIZED_MIXTURES,
     *(choices(T, 256, How(8, "sigmoid", True, 8, 4)) for T in (8, 256)),
     *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),

@@ -1,6 +1,7 @@
 """Products of tokens with weights, both in fp8 with scales of blocks, on Hopper (Mosaic GPU).
 
-`fp8_tiles` sums up tiles of 128 or 192 tokens and 128 outputs, which this writes in any dtype.
+`fp8_tiles` sums up tiles of 128 or 192 tokens and 128 outputs, which this writes in any dtype. Of
+tokens that are pairs (`fp8_bands`) a tile has half as many, whose two rows are added up.
 """
 
 import functools
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import Ref
 from jaxrunner.kernels_pallas.products.matmul import COMPILER, ROWS
-from jaxrunner.kernels_pallas.quantized import fp8_tiles
+from jaxrunner.kernels_pallas.quantized import fp8_bands, fp8_tiles
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import (
     DEFAULT,
     TERMS,
@@ -33,13 +34,14 @@ PACE = {2: 2.0, 3: 2.65} if mosaic.OWN_REGISTERS else {2: 2.0}
 
 def fp8_blocks(
     x: Array, x_scale: Array, weight: Array, scale: Array, *, dtype: Any = jnp.bfloat16,
-    config: TuningConfig = DEFAULT, interpret: Any = None,
+    pairs: bool = False, config: TuningConfig = DEFAULT, interpret: Any = None,
 ) -> Array:  # fmt: skip
     """Returns x, [T, E], times weight, [F, E], both in float8_e4m3fn: [T, F] in `dtype`.
 
     With several parts, which are to be added up: [parts, T, F].
     x_scale: [E / 128, T or more], float32, of each token, as `fp8_rounding` and `fp8_gates` return
-    it; scale: [F / run, E / 128], float32, of runs of outputs. interpret: parameters of Pallas'
+    it; scale: [F / run, E / 128], float32, of runs of outputs. pairs: whether rows of x are those
+    of pairs, of T / 2 tokens, which is what comes then. interpret: parameters of Pallas'
     interpreter; None on a GPU.
 
     Raises:
@@ -50,19 +52,20 @@ def fp8_blocks(
         raise ValueError(f"fp8_blocks {why}")
     if E % (TERMS * c.parts):
         raise ValueError(f"fp8_blocks wants parts that divide {E // TERMS} steps, got {c.parts}")
-    size = jnp.dtype(dtype).itemsize
+    size, tokens = jnp.dtype(dtype).itemsize, T // 2 if pairs else T
     groups = c.groups or num_groups(T, F, c)
     s = fp8_tiles.fit(T, E, F, F // scale.shape[0], groups, TILE * size, c)
     return plgpu.kernel(
-        functools.partial(_kernel, s, interpret is None),
-        out_type=jax.ShapeDtypeStruct((T, F) if c.parts == 1 else (c.parts, T, F), dtype),
+        functools.partial(_kernel, s, pairs, interpret is None),
+        out_type=jax.ShapeDtypeStruct((tokens, F) if c.parts == 1 else (c.parts, tokens, F), dtype),
         scratch_types=fp8_tiles.scratch(s) | dict(
             out_smem=plgpu.SMEM(
-                (s.groups, ROWS, TILE), dtype, transforms=mosaic.tiled(128 // size, size)
+                (s.groups, _height(pairs), TILE), dtype, transforms=mosaic.tiled(128 // size, size)
             )
         ),
         **fp8_tiles.grid(s),
-        kernel_name="fp8_blocks", compiler_params=COMPILER, interpret=interpret,
+        kernel_name="fp8_blocks_of_pairs" if pairs else "fp8_blocks", compiler_params=COMPILER,
+        interpret=interpret,
     )(x, x_scale, weight, fp8_tiles.padded(scale))  # fmt: skip
 
 
@@ -86,17 +89,24 @@ def num_groups(T: int, F: int, config: TuningConfig) -> int:
     return min(PACE, key=time) if config.parts == 1 else 2
 
 
+def _height(pairs: bool) -> int:
+    """Returns the tokens of a warpgroup."""
+    return ROWS // 2 if pairs else ROWS
+
+
 def _kernel(
-    s: Tiles, is_device: bool, x: Ref, x_scale: Ref, w: Ref, scale: Ref, out: Ref, *,
+    s: Tiles, pairs: bool, is_device: bool, x: Ref, x_scale: Ref, w: Ref, scale: Ref, out: Ref, *,
     out_smem: Ref, **smem: Any,
 ) -> None:  # fmt: skip
     def leave(wg: Array, at: Item, totals: list[Array]) -> None:
-        (total,), place = totals, out_smem.at[wg]
+        (total,), place, height = totals, out_smem.at[wg], _height(pairs)
+        if pairs:
+            total = fp8_bands.fold(total, is_device=is_device)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         place[...] = total.astype(out.dtype)
         plgpu.commit_smem()
         target = out if s.parts == 1 else out.at[at.part]
-        rows = pl.ds(at.tokens * s.height + wg * ROWS, ROWS)
+        rows = pl.ds((at.tokens * s.groups + wg) * height, height)
         mosaic.copy_smem_to_gmem(place, target.at[rows, pl.ds(at.outputs * TILE, TILE)])
 
     fp8_tiles.run(s, is_device, x, x_scale, w, scale, Held(**smem), leave)

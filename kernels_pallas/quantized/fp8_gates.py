@@ -3,7 +3,7 @@
 A tile of `fp8_tiles` has 128 gates and what they gate of the same tokens, so that SwiGLU, and the
 scale that 128 units share, are found in registers, and neither product is written. The units come
 out as `fp8_rounding` makes them of both products, but for an approximate exponential: the numbers
-that the next product multiplies.
+that the next product multiplies. Of tokens that are pairs (`fp8_bands`) they come as pairs.
 """
 
 import functools
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import Ref, Shaped
 from jaxrunner.kernels_pallas.products.matmul import COMPILER, ROWS
-from jaxrunner.kernels_pallas.quantized import fp8_tiles
+from jaxrunner.kernels_pallas.quantized import fp8_bands, fp8_tiles
 from jaxrunner.kernels_pallas.quantized.fp8_rounding import rounded, swiglu
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import (
     DEFAULT,
@@ -28,6 +28,7 @@ from jaxrunner.kernels_pallas.quantized.fp8_tiles import (
     Tiles,
     TuningConfig,
 )
+from jaxrunner.kernels_pallas.quantized.quantized_steps import HALF
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
 
@@ -46,15 +47,16 @@ def refuses(x: Shaped, x_scale: Shaped, weight: Shaped, scale: Shaped) -> str | 
 
 def fp8_gates(
     x: Array, x_scale: Array, weight: Array, scale: Array, *, dtype: Any = jnp.bfloat16,
-    config: TuningConfig = DEFAULT, interpret: Any = None,
+    pairs: bool = False, config: TuningConfig = DEFAULT, interpret: Any = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns the units of x, [T, E], in float8_e4m3fn, [T, F], and scales, [F / 128, T or more].
 
     The latter are of whole tiles of tokens, as Mosaic copies a part of one row without regard to
     the row's end.
     weight: [2 * F, E] in float8_e4m3fn, gates first; x_scale and scale: as `fp8_blocks` takes them.
-    dtype: what products, activations and units are rounded to on the way. interpret: parameters of
-    Pallas' interpreter; None on a GPU. SwiGLU: arXiv:2002.05202.
+    dtype: what products, activations and units are rounded to on the way. pairs: whether rows are
+    those of pairs, of x and of the units. interpret: parameters of Pallas' interpreter; None on a
+    GPU. SwiGLU: arXiv:2002.05202.
 
     Raises:
       ValueError: what `refuses` says, or sums in parts or by other warpgroups are asked for.
@@ -67,7 +69,7 @@ def fp8_gates(
         raise ValueError(f"fp8_gates wants parts=1 and groups={GROUPS}, or 0, got {given}")
     s = fp8_tiles.fit(T, E, F, 2 * F // scale.shape[0], GROUPS, TILE + 4, config, halves=2)
     return plgpu.kernel(
-        functools.partial(_kernel, s, jnp.dtype(dtype), interpret is None),
+        functools.partial(_kernel, s, jnp.dtype(dtype), pairs, interpret is None),
         out_type=(
             jax.ShapeDtypeStruct((T, F), E4M3),
             jax.ShapeDtypeStruct((F // TILE, s.tokens * s.height), jnp.float32),
@@ -77,17 +79,27 @@ def fp8_gates(
             scale_smem=plgpu.SMEM((s.groups, ROWS), jnp.float32),
         ),
         **fp8_tiles.grid(s),
-        kernel_name="fp8_gates", compiler_params=COMPILER, interpret=interpret,
+        kernel_name="fp8_gates_of_pairs" if pairs else "fp8_gates", compiler_params=COMPILER,
+        interpret=interpret,
     )(x, x_scale, weight, fp8_tiles.padded(scale))  # fmt: skip
 
 
 def _kernel(
-    s: Tiles, dtype: jnp.dtype, is_device: bool, x: Ref, x_scale: Ref, w: Ref, scale: Ref,
-    numbers: Ref, scales: Ref, *, out_smem: Ref, scale_smem: Ref, **smem: Any,
+    s: Tiles, dtype: jnp.dtype, pairs: bool, is_device: bool, x: Ref, x_scale: Ref, w: Ref,
+    scale: Ref, numbers: Ref, scales: Ref, *, out_smem: Ref, scale_smem: Ref, **smem: Any,
 ) -> None:  # fmt: skip
-    def leave(wg: Array, at: Item, totals: list[Array]) -> None:
+    def units(totals: list[Array]) -> Array:
         gate, unit = (total.astype(dtype).astype(jnp.float32) for total in totals)
-        found, own = rounded(swiglu(gate, unit, dtype), plgpu.Layout.WGMMA)
+        return swiglu(gate, unit, dtype)
+
+    def leave(wg: Array, at: Item, totals: list[Array]) -> None:
+        if pairs:
+            sums = [fp8_bands.fold(total, is_device=is_device) for total in totals]
+            *both, own = fp8_bands.paired(units(sums), HALF)
+            found = fp8_bands.unfold(*both, is_device=is_device)
+            own = fp8_bands.unfold(own, own, is_device=is_device)
+        else:
+            found, own = rounded(units(totals), plgpu.Layout.WGMMA)
         place, scale_place = out_smem.at[wg], scale_smem.at[wg]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         put(place, found)

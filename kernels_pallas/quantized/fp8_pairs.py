@@ -109,7 +109,7 @@ def leave(
     mosaic.barrier_wait(barrier)
     each = [most_smem[0, g, w] for g in range(groups) for w in range(warps)]
     most = functools.reduce(jnp.maximum, each, jnp.float32(LEAST))
-    power = (_power(most) if is_device else _masked(most, EXPONENT)) * 2.0**-TOP
+    power = (_power(most) if is_device else masked(most, EXPONENT)) * 2.0**-TOP
     high, low = split(wide * (1 / power))
     put(numbers.at[0, row, group], high)
     put(numbers.at[1, row, group], low)
@@ -122,12 +122,12 @@ def leave(
 def split(wide: Array) -> tuple[Array, Array]:
     """Returns numbers in float32 as two of fp8: their upper four bits, and what these leave."""
     large = jnp.maximum(wide, -wide) >= LOWEST
-    upper = jnp.where(large, _masked(wide, -(1 << 20)), jnp.zeros((), wide.dtype))
+    upper = jnp.where(large, masked(wide, -(1 << 20)), jnp.zeros((), wide.dtype))
     return upper.astype(E4M3), (wide - upper).astype(E4M3)
 
 
 def _power(x: Array) -> Array:
-    """Returns the power of two that a scalar is not below, as `_masked`, which takes arrays."""
+    """Returns the power of two that a scalar is not below, as `masked`, which takes arrays."""
     scalar = plgpu.Layout.WG_SPLAT(())
     out = plgpu.ShapeDtypeStruct((), jnp.float32, layout=scalar)
 
@@ -141,7 +141,7 @@ def _power(x: Array) -> Array:
     return mask(x)
 
 
-def _masked(x: Array, mask: int) -> Array:
+def masked(x: Array, mask: int) -> Array:
     """Returns x, float32, with those of its bits that a mask has."""
     bits = lax.bitcast_convert_type(x, jnp.int32) & mask
     return lax.bitcast_convert_type(bits, jnp.float32)

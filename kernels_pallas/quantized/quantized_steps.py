@@ -29,7 +29,7 @@ CONSUMERS = 4  # warpgroups that compute
 REGISTERS = 112, 32  # of a thread that computes, and of one that copies: 480 for five warpgroups
 AT_ONCE = 16  # tokens whose sums of one scale are in registers
 # Of the two eights of rows that a warp has of gates and what they gate: a thread has a row of each.
-_HALF = plgpu.Layout.TILED(plgpu.Tiling(((32, 8), (8, 8), (2,))), (-5,), (-3, -2), -1)
+HALF = plgpu.Layout.TILED(plgpu.Tiling(((32, 8), (8, 8), (2,))), (-5,), (-3, -2), -1)
 
 
 class Steps(NamedTuple):
@@ -211,11 +211,11 @@ def put_units(total: Array, ref: Ref, first: Array) -> None:
 
     first: of the warpgroup's; what is behind the last one is none. arXiv:2002.05202.
     """
-    kind = plgpu.ShapeDtypeStruct((ROWS // 2, total.shape[1]), total.dtype, layout=_HALF)
+    kind = plgpu.ShapeDtypeStruct((ROWS // 2, total.shape[1]), total.dtype, layout=HALF)
 
     @mosaic.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=(kind, kind))
     def split(_: Any, total: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, ...]:
-        layout = _HALF.to_mgpu()
+        layout = HALF.to_mgpu()
         registers = total.registers.reshape(-1, 2)  # a thread has numbers in two rows, by turns
         return tuple(
             mgpu.FragmentedArray(
@@ -228,7 +228,7 @@ def put_units(total: Array, ref: Ref, first: Array) -> None:
     gate, up = split(total)
     units = (gate / (1 + jnp.exp(-gate)) * up).astype(ref.dtype)
 
-    @mosaic.inline_mgpu(arg_types=(_HALF, plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
+    @mosaic.inline_mgpu(arg_types=(HALF, plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
     def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value, first: mgpu.FragmentedArray) -> None:
         index = ir.IndexType.get()
         sizes = [mgpu.c(n, index) for n in ir.MemRefType(ref.type).shape]

@@ -52,6 +52,7 @@ KERNELS = (
     "decode_attention", "prefill_attention", "add_rms_norm", "rope_write", "matmul", "glu",
     "gated_mlp", "grouped_mlp", "quantized_grouped", "quantized_matmul",
     "quantized_mlp", "fp8_blocks", "fp8_gates", "add_norm_fp8", "fp8_pairs", "add_norm_pairs",
+    "fp8_blocks_of_pairs", "fp8_gates_of_pairs", "add_norm_bands",
     "latent_decode", "sample_tokens",
     "lora_shrink", "lora_expand", "lora_units", "add_norm_adapted", "state_step", "state_chunks",
 )  # fmt: skip
