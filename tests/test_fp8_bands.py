@@ -71,18 +71,6 @@ def test_bands_are_the_norm_that_is_a_kernel_of_its_own():
 
 
 @lowers
-@pytest.mark.parametrize("parts", [0, 3])
-@pytest.mark.parametrize("one_more", [False, True])
-def test_norms_come_in_bands(parts: int, one_more: bool):
-    args = banded_norms(16, 2048, parts).make(0)
-    how: Any = dict(eps=1e-5, one_more=one_more)
-    run = functools.partial(add_norm_fp8, **how, pairs=True, interpret=interpreted())
-    total, numbers, scale = jax.jit(run)(*args)
-    whole, normed = oracles.add_rms_norm(*args, **how)
-    assert far(total, whole) < 4e-3 and far(floats(numbers, scale), normed) < 4e-3
-
-
-@lowers
 @pytest.mark.parametrize(
     ("sizes", "config"),
     [
@@ -141,7 +129,6 @@ def test_other_tokens_are_refused(x: Any, words: str):
 
 
 OTHER = mlp_weights(Scheme("int8"))
-TILE = "quantized_tile of pairs"
 
 
 @lowers

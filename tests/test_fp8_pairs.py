@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrunner.kernels_pallas.cases import band_case
 from jaxrunner.kernels_pallas.cases.pair_case import paired_norms, pairs
+from jaxrunner.kernels_pallas.quantized.add_norm_fp8 import add_norm_fp8
 from jaxrunner.kernels_pallas.quantized.add_norm_pairs import add_norm_pairs
 from jaxrunner.kernels_pallas.quantized.fp8_pairs import fp8_pairs
 from jaxrunner.kernels_pallas.quantized.quantized_tile import TuningConfig, quantized_tile
@@ -56,17 +58,29 @@ def test_pairs_of_units_are_of_a_swiglu():
     assert np.linalg.norm(sums(numbers, scale) - want) < 2e-3 * np.linalg.norm(want)
 
 
+IN_BANDS = functools.partial(add_norm_fp8, pairs=True)
+
+
 @lowers
 @pytest.mark.parametrize("parts", [0, 3])
 @pytest.mark.parametrize("one_more", [False, True])
-def test_norms_come_as_pairs(parts: int, one_more: bool):
-    args = paired_norms(8, 4096, parts).make(0)
+@pytest.mark.parametrize(
+    ("kernel", "norms", "size", "floats"),
+    [
+        (add_norm_pairs, paired_norms, (8, 4096), sums),
+        (IN_BANDS, band_case.banded_norms, (16, 2048), band_case.floats),
+    ],
+)
+def test_norms_come_as_pairs(
+    kernel: Any, norms: Any, size: tuple[int, int], floats: Any, one_more: bool, parts: int
+):
+    args = norms(*size, parts).make(0)
     how: Any = dict(eps=1e-5, one_more=one_more)
-    run = functools.partial(add_norm_pairs, **how, interpret=interpreted())
+    run = functools.partial(kernel, **how, interpret=interpreted())
     total, numbers, scale = jax.jit(run)(*args)
     whole, normed = oracles.add_rms_norm(*args, **how)
-    for found, want in (oracles.wide(total), whole), (sums(numbers, scale), normed):
-        assert np.linalg.norm(found - want) < 4e-3 * np.linalg.norm(want)
+    for found, want in (total, whole), (floats(numbers, scale), normed):
+        assert np.linalg.norm(oracles.wide(found) - want) < 4e-3 * np.linalg.norm(want)
 
 
 @lowers

@@ -5,18 +5,15 @@ Gates and what they gate are one product whose units come as pairs, so neither i
 
 from collections.abc import Sequence
 import functools
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas.mosaic import OWN_REGISTERS, Shaped
-from jaxrunner.kernels_pallas.quantized import add_norm_fp8, fp8_blocks, fp8_tiles
+from jaxrunner.kernels_pallas.mosaic import Shaped
+from jaxrunner.kernels_pallas.quantized import add_norm_fp8, fp8_tiles
 from jaxrunner.kernels_pallas.quantized.fp8_gates import fp8_gates
-from jaxrunner.kernels_pallas.quantized.fp8_gates import refuses as refuses_kernel
-from jaxrunner.kernels_pallas.quantized.fp8_tiles import TERMS, TuningConfig
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Note, Operation
+from jaxrunner.ops import fp8_products
 from jaxrunner.ops.rounded_tokens import BandedTokens, add_norm_in_fp8
 from jaxrunner.quantization.fp8 import E4M3
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
@@ -37,51 +34,35 @@ def add_norm_of(readers: Sequence[Weights]) -> Operation:
 def _refuses_reader(x: Array, w: QuantizedLinear) -> str | None:
     if w.weight.ndim != 3 or w.weight.shape[0] != 2 or w.bias is not None:
         return "wants gates and what they gate, without bias"
-    if not OWN_REGISTERS:
-        return "wants JAX 0.11, whose compiler gives warpgroups registers of their own"
-    return _unlike(x, w) or refuses_kernel(*_sides(x, w))
+    return _unlike(x, w) or fp8_products.refuses_gates_kernel(_rows(x), w)
 
 
 def _product(x: BandedTokens, w: QuantizedLinear) -> Array:
-    return w.outputs(_summed(x, w, 1, x.dtype), None, x.dtype)
+    y = fp8_products.of_rounded((x.numbers, x.scale), w, 1, x.dtype, pairs=True)
+    return w.outputs(y, None, x.dtype)
 
 
-def _refuses(x: Array | BandedTokens, w: QuantizedLinear) -> str | None:
+def _refuses(x: Array | BandedTokens, w: Weights) -> str | None:
     return None if isinstance(x, BandedTokens) else "wants tokens that come as pairs in bands"
 
 
 def _mlp(
     x: BandedTokens, gate_up: QuantizedLinear, down: QuantizedLinear, activation: str, note: Note
 ) -> Array:
-    weights = gate_up.matrices()
-    units = BandedTokens(
-        *fp8_gates(x.numbers, x.scale, *weights, dtype=x.dtype, pairs=True), x.dtype
-    )
-    parts = _num_parts(units, down)
-    return _product(units, down) if parts == 1 else _summed(units, down, parts, jnp.float32)
+    units = fp8_gates(x.numbers, x.scale, *gate_up.matrices(), dtype=x.dtype, pairs=True)
+    return fp8_products.of_units(units, down, x.dtype, pairs=True)
 
 
 def _refuses_mlp(
     x: Array | BandedTokens, gate_up: Weights, down: Weights, activation: str, note: Note
 ) -> str | None:
-    if not isinstance(x, BandedTokens):
-        return "wants tokens that come as pairs in bands"
+    if (reason := _refuses(x, gate_up)) is not None:
+        return reason
     if activation != "silu":
         return f"wants gates of silu, got {activation}"
     if not isinstance(down, QuantizedLinear):
         return "wants weights of few bits"
-    units = jax.ShapeDtypeStruct((x.shape[0], down.num_inputs), x.dtype)
-    return _unlike(units, down)
-
-
-def _num_parts(x: BandedTokens, w: QuantizedLinear) -> int:
-    rows, outputs = x.numbers.shape[0], w.weight.size // w.num_inputs
-    return 1 if w.bias is not None else fp8_blocks.num_parts(rows, w.num_inputs, outputs)
-
-
-def _summed(x: BandedTokens, w: QuantizedLinear, parts: int, dtype: Any) -> Array:
-    how: Any = dict(dtype=dtype, pairs=True, config=TuningConfig(parts=parts))
-    return fp8_blocks.fp8_blocks(x.numbers, x.scale, *w.matrices(), **how)
+    return _unlike(jax.ShapeDtypeStruct((x.shape[0], down.num_inputs), x.dtype), down)
 
 
 def _unlike(x: Shaped, w: QuantizedLinear) -> str | None:
@@ -92,14 +73,12 @@ def _unlike(x: Shaped, w: QuantizedLinear) -> str | None:
         return "wants one axis of inputs, held as they come"
     if x.shape[0] != TOKENS:
         return f"is ahead for {TOKENS} tokens, got {x.shape[0]}"
-    return fp8_tiles.refuses(*_sides(x, w))
+    return fp8_tiles.refuses(*fp8_products.sides(_rows(x), w))
 
 
-def _sides(x: Shaped, w: QuantizedLinear) -> tuple[Shaped, Shaped, Shaped, Shaped]:
-    """Returns the shapes of pairs of tokens, [T, E], of their scales, and of weights and theirs."""
-    (T, E), (weight, scale, *_) = x.shape, jax.eval_shape(QuantizedLinear.matrices, w)
-    x_scale = jax.ShapeDtypeStruct((E // TERMS, 2 * T), jnp.float32)
-    return jax.ShapeDtypeStruct((2 * T, E), E4M3), x_scale, weight, scale
+def _rows(x: Shaped) -> Shaped:
+    """Returns the shape of the rows of tokens, [T, E]."""
+    return jax.ShapeDtypeStruct((2 * x.shape[0], x.shape[1]), x.dtype)
 
 
 PRODUCT = Operation("fp8_blocks of pairs", _product, _refuses)

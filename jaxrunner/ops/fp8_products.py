@@ -27,12 +27,12 @@ FEWEST = 64  # tokens: for fewer, weights are widened as they are read
 
 def _blocks(x: Array | RoundedTokens, w: QuantizedLinear) -> Array:
     """Multiplies fp8 with fp8, which share scales by runs of inputs."""
-    y = _of_rounded(_rounding(x), w, 1, x.dtype)
+    y = of_rounded(_rounding(x), w, 1, x.dtype)
     return w.outputs(y, None, x.dtype)
 
 
 def _in_parts(x: Array | RoundedTokens, w: QuantizedLinear) -> Array:
-    return _of_rounded(_rounding(x), w, _num_parts(x.shape[0], w), jnp.float32)
+    return of_rounded(_rounding(x), w, _num_parts(x.shape[0], w), jnp.float32)
 
 
 def _rounding(x: Array | RoundedTokens) -> tuple[Array, Array]:
@@ -47,17 +47,22 @@ def add_norm_of(readers: Sequence[Weights]) -> Operation:
     return add_norm_in_fp8("add_norm_fp8", *kernel, RoundedTokens, readers, _refuses)
 
 
-def _of_rounded(rounded: tuple[Array, Array], w: QuantizedLinear, parts: int, dtype: Any) -> Array:
-    config = TuningConfig(parts=parts)
-    return fp8_blocks.fp8_blocks(*rounded, *w.matrices(), dtype=dtype, config=config)
+def of_rounded(
+    rounded: tuple[Array, Array], w: QuantizedLinear, parts: int, dtype: Any, *, pairs: bool = False
+) -> Array:
+    """Multiplies rows in fp8 and their scales, which `pairs` are in bands, as `fp8_blocks` does."""
+    how: Any = dict(dtype=dtype, pairs=pairs, config=TuningConfig(parts=parts))
+    return fp8_blocks.fp8_blocks(*rounded, *w.matrices(), **how)
 
 
-def _of_units(units: tuple[Array, Array], w: QuantizedLinear, dtype: Any) -> Array:
+def of_units(
+    units: tuple[Array, Array], w: QuantizedLinear, dtype: Any, *, pairs: bool = False
+) -> Array:  # fmt: skip
     """Returns [T, *outputs], or parts of it, [parts, T, E] in float32."""
     parts = _num_parts(units[0].shape[0], w)
     if parts > 1 and w.bias is None:
-        return _of_rounded(units, w, parts, jnp.float32)
-    return w.outputs(_of_rounded(units, w, 1, dtype), None, dtype)
+        return of_rounded(units, w, parts, jnp.float32, pairs=pairs)
+    return w.outputs(of_rounded(units, w, 1, dtype, pairs=pairs), None, dtype)
 
 
 def of_gates(both: Array, w: QuantizedLinear) -> Array:
@@ -65,7 +70,7 @@ def of_gates(both: Array, w: QuantizedLinear) -> Array:
 
     Returns [T, *outputs], or parts of it, [parts, T, E] in float32.
     """
-    return _of_units(fp8_rounding(both.reshape(both.shape[0], 2, -1)), w, both.dtype)
+    return of_units(fp8_rounding(both.reshape(both.shape[0], 2, -1)), w, both.dtype)
 
 
 def refuses_gates(x: Array, w: Weights, activation: str) -> str | None:
@@ -101,10 +106,10 @@ def _refuses(x: Shaped, w: QuantizedLinear) -> str | None:
     if x.shape[0] < FEWEST:
         return f"is for at least {FEWEST} tokens, got {x.shape[0]}"
     tokens = jax.ShapeDtypeStruct((x.shape[0], math.prod(x.shape[1:])), x.dtype)
-    return refuses_rounding(tokens) or refuses_fp8(*_sides(tokens, w))
+    return refuses_rounding(tokens) or refuses_fp8(*sides(tokens, w))
 
 
-def _sides(tokens: Shaped, w: QuantizedLinear) -> tuple[Shaped, Shaped, Shaped, Shaped]:
+def sides(tokens: Shaped, w: QuantizedLinear) -> tuple[Shaped, Shaped, Shaped, Shaped]:
     """Returns the shapes of tokens, [T, E], in fp8, of their scales, and of weights and theirs."""
     (T, E), (weight, scale, *_) = tokens.shape, jax.eval_shape(QuantizedLinear.matrices, w)
     x_scale = jax.ShapeDtypeStruct((E // TERMS, T), jnp.float32)
@@ -119,7 +124,7 @@ def _mlp(
     note: Note,
 ) -> Array:
     units = fp8_gates(*_rounding(x), *gate_up.matrices(), dtype=x.dtype)
-    return _of_units(units, down, x.dtype)
+    return of_units(units, down, x.dtype)
 
 
 def _refuses_mlp(
@@ -131,9 +136,14 @@ def _refuses_mlp(
         return "wants weights of few bits with one axis of inputs"
     if gate_up.bias is not None:
         return "wants gates without bias"
+    return _refuses(x, gate_up) or refuses_gates_kernel(x, gate_up)
+
+
+def refuses_gates_kernel(rows: Shaped, gate_up: QuantizedLinear) -> str | None:
+    """Says why `fp8_gates` does not serve rows in fp8 of these shapes, [rows, E], or None."""
     if not OWN_REGISTERS:
         return "wants JAX 0.11, whose compiler gives warpgroups registers of their own"
-    return _refuses(x, gate_up) or refuses_fp8_gates(*_sides(x, gate_up))
+    return refuses_fp8_gates(*sides(rows, gate_up))
 
 
 BLOCKS = Operation("fp8_blocks", _blocks, _refuses)

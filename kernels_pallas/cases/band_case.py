@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas.cases.case import Case
 from jaxrunner.kernels_pallas.cases.fp8_case import rounded_norms
+from jaxrunner.kernels_pallas.cases.pair_case import CODE
 from jaxrunner.kernels_pallas.cases.quantized_case import few_bits
 from jaxrunner.kernels_pallas.quantized.add_norm_fp8 import add_norm_fp8
 from jaxrunner.kernels_pallas.quantized.fp8_bands import SIDE
@@ -13,8 +14,6 @@ from jaxrunner.kernels_pallas.quantized.fp8_blocks import fp8_blocks
 from jaxrunner.kernels_pallas.quantized.fp8_gates import fp8_gates
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import TuningConfig
 from jaxrunner.types import Array
-
-CODE = jnp.float8_e4m3fn
 
 
 def banded_norms(T: int, E: int, parts: int = 0) -> Case:
@@ -56,7 +55,7 @@ def _of_bands(
     kernel: str, T: int, E: int, F: int, run: int, run_it: Any, sizes: dict[str, Any]
 ) -> Case:
     def make(seed: int) -> tuple[Array, ...]:
-        x, *weights = few_bits(T, E, F, str(jnp.dtype(CODE)), run, 128, False, seed)
+        x, *weights = few_bits(T, E, F, CODE, run, 128, False, seed)
         return *banded(x), *weights
 
     name = ", ".join([f"{T} x {E} x {F}", *(f"{key} {value}" for key, value in sizes.items())])

@@ -12,13 +12,12 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jaxlib.mlir.dialects import arith
 import numpy as np
 
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import Layout, Shaped
 from jaxrunner.kernels_pallas.quantized.fp8_pairs import EXPONENT, LEAST, TOP, masked, split
-from jaxrunner.kernels_pallas.quantized.quantized_steps import HALF
+from jaxrunner.kernels_pallas.quantized.quantized_steps import HALF, halves
 from jaxrunner.types import Array
 
 SIDE = 8  # tokens of a band
@@ -52,17 +51,10 @@ def paired(wide: Array, layout: Layout) -> tuple[Array, Array, Array]:
 
 def fold(x: Array, *, is_device: bool) -> Array:
     """Adds the rows of pairs up: of x, [64, n] in float32 as products lie, [32, n] in `HALF`."""
-    shape = x.shape[0] // 2, x.shape[1]
     if not is_device:  # an interpreter of kernels knows no registers
-        return x.reshape(-1, 2, SIDE, shape[1]).sum(1).reshape(shape)
-    out = plgpu.ShapeDtypeStruct(shape, x.dtype, layout=HALF)
-
-    @mosaic.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=out)
-    def add(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        both = x.registers.reshape(-1, 2)  # a thread has numbers in two rows, by turns
-        return _made(HALF, shape, [arith.addf(*pair) for pair in both])
-
-    return add(x)
+        return x.reshape(-1, 2, SIDE, x.shape[1]).sum(1).reshape(-1, x.shape[1])
+    upper, lower = halves(x)
+    return upper + lower
 
 
 def unfold(upper: Array, lower: Array, *, is_device: bool) -> Array:
@@ -80,15 +72,9 @@ def unfold(upper: Array, lower: Array, *, is_device: bool) -> Array:
     def merge(
         _: Any, upper: mgpu.FragmentedArray, lower: mgpu.FragmentedArray
     ) -> mgpu.FragmentedArray:
-        both = zip(upper.registers.flat, lower.registers.flat, strict=True)
-        return _made(whole, shape, [register for pair in both for register in pair])
+        kind = whole.to_mgpu()
+        both = np.stack([upper.registers.ravel(), lower.registers.ravel()], -1)
+        registers = both.reshape(kind.registers_shape(shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=kind, _is_signed=None)
 
     return merge(upper, lower)
-
-
-def _made(layout: Layout, shape: tuple[int, ...], registers: list[Any]) -> mgpu.FragmentedArray:
-    """Returns the array of a thread's registers, one behind the other."""
-    kind, held = layout.to_mgpu(), np.empty(len(registers), object)
-    held[:] = registers
-    held = held.reshape(kind.registers_shape(shape))
-    return mgpu.FragmentedArray(_registers=held, _layout=kind, _is_signed=None)

@@ -206,11 +206,8 @@ def sums(
     return [total * (factor if s.group else own.scales(0, 0) * factor) for total in totals]
 
 
-def put_units(total: Array, ref: Ref, first: Array) -> None:
-    """Writes the units of a gated MLP of sums, [ROWS, n], to ref, [n or fewer, units of a block].
-
-    first: of the warpgroup's; what is behind the last one is none. arXiv:2002.05202.
-    """
+def halves(total: Array) -> tuple[Array, Array]:
+    """Returns the first eights of rows of sums, [64, n], and the second ones, [32, n] in `HALF`."""
     kind = plgpu.ShapeDtypeStruct((ROWS // 2, total.shape[1]), total.dtype, layout=HALF)
 
     @mosaic.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=(kind, kind))
@@ -225,7 +222,15 @@ def put_units(total: Array, ref: Ref, first: Array) -> None:
             for i in range(2)
         )  # fmt: skip
 
-    gate, up = split(total)
+    return split(total)
+
+
+def put_units(total: Array, ref: Ref, first: Array) -> None:
+    """Writes the units of a gated MLP of sums, [ROWS, n], to ref, [n or fewer, units of a block].
+
+    first: of the warpgroup's; what is behind the last one is none. arXiv:2002.05202.
+    """
+    gate, up = halves(total)
     units = (gate / (1 + jnp.exp(-gate)) * up).astype(ref.dtype)
 
     @mosaic.inline_mgpu(arg_types=(HALF, plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
