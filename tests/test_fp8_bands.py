@@ -132,7 +132,7 @@ OTHER = mlp_weights(Scheme("int8"))
 
 
 @lowers
-@pytest.mark.skipif(not OWN_REGISTERS, reason="of JAX 0.11: registers of their own")
+@pytest.mark.skipif(not OWN_REGISTERS, reason="warpgroups without registers of their own")
 @pytest.mark.parametrize(
     ("tokens", "gate_up", "down", "names"),
     [

@@ -142,7 +142,7 @@ def _refuses_mlp(
 def refuses_gates_kernel(rows: Shaped, gate_up: QuantizedLinear) -> str | None:
     """Says why `fp8_gates` does not serve rows in fp8 of these shapes, [rows, E], or None."""
     if not OWN_REGISTERS:
-        return "wants JAX 0.11, whose compiler gives warpgroups registers of their own"
+        return "wants warpgroups with registers of their own: JAX 0.11, or no libnvJitLink"
     return refuses_fp8_gates(*sides(rows, gate_up))
 
 
