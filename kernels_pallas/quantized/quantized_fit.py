@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas.mosaic import Shaped
+from jaxrunner.kernels_pallas.mosaic import OWN_REGISTERS, Shaped
 from jaxrunner.kernels_pallas.products.matmul import ROWS
 from jaxrunner.kernels_pallas.quantized import quantized_tile
 from jaxrunner.kernels_pallas.quantized.quantized_tile import TuningConfig
@@ -29,12 +29,14 @@ class Rule(NamedTuple):
 # Two warpgroups have 232 registers a thread, four have 112. Sums multiplied with scales want twice
 # those of the sums: with two warpgroups up to 128 tokens fit, with four 64. More tokens take
 # weights multiplied with scales, in steps of 64 terms, of which shared memory has room for several.
-# Left out, as their registers spill: two groups by two turns, and four turns of 14,336 terms.
+# Left out, as their registers spill: two groups by two turns, and four turns of 14,336 terms. So do
+# those of four groups, which then have 96, where none have registers of their own.
+MOST = dict(groups=4) if OWN_REGISTERS else dict(groups=2, terms=256)
 RULES = (
     Rule(
         64,
         (
-            TuningConfig(groups=4, exact=True),
+            TuningConfig(**MOST, exact=True),
             TuningConfig(groups=2, exact=True),
             TuningConfig(groups=1, turns=2, exact=True),
         ),
