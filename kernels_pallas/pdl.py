@@ -1,7 +1,8 @@
 """Programmatic dependent launch: a kernel starts while the one before it still ends.
 
 Blocks that call `begin` are placed as soon as there is room, set themselves up, and wait here for
-the results of the kernel before.
+the results of the kernel before. Ahead of it they may read weights, which no kernel of a step
+makes.
 """
 
 from jax.experimental.pallas import mosaic_gpu as plgpu

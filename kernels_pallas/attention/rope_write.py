@@ -95,24 +95,27 @@ def rope_write(
     G, half = P - 2, D // 2
     N, _, S, _ = cache_k.shape
     C = config.kv_heads or _kv_heads(T, K)
-    halves = slice(0, half), slice(half, D)
+    halves, shapes = (slice(0, half), slice(half, D)), ((C, G), (C,))
     norms = () if q_norm is None or k_norm is None else (q_norm, k_norm)
     k_out, v_out = jax.new_ref(cache_k), jax.new_ref(cache_v)
 
     def kernel(qkv_ref: Ref, at_ref: Ref, *refs: Ref) -> None:
-        pdl.begin()
         *rest, k_ref, v_ref, q_ref = refs
         turns, norm_refs = rest[:4], rest[4:]
         t, c = lax.axis_index("t"), pl.ds(lax.axis_index("c") * C, C)
+        weights = [
+            [_load(ref.at[h], _by_column(rows, half)) for h in halves]
+            for ref, rows in zip(norm_refs, shapes, strict=False)
+        ]
+        pdl.begin()
 
-        def turned(i: int, heads: slice | int, rows: tuple[int, ...]) -> list[Array]:
+        def turned(i: int, heads: slice | int) -> list[Array]:
             """Loads queries (i = 0) or keys (1), norms and turns them; returns their halves."""
-            layout = _layout(rows, half)
-            row = layout.reduce(range(len(rows)))
+            rows = shapes[i]
+            layout, row = _layout(rows, half), _by_column(rows, half)
             parts = [_load(qkv_ref.at[t, c, heads, h], layout) for h in halves]
             if norms:
-                weights = [_load(norm_refs[i].at[h], row) for h in halves]
-                parts = _rms_norm(parts, weights, eps, one_more)
+                parts = _rms_norm(parts, weights[i], eps, one_more)
             # Equal loads are merged before layouts are inferred, and queries and keys have two
             # layouts: each reads cosine and sine through references of its own.
             cos, sin = (_spread(_load(ref.at[t, 0], row), (*rows, half)) for ref in turns[i::2])
@@ -126,7 +129,7 @@ def rope_write(
             put(cache_ref.at[lax.div(at, S), c, lax.rem(at, S), h], x.astype(cache_k.dtype))
 
         at = at_ref[t]
-        q, k = turned(0, slice(0, G), (C, G)), turned(1, G, (C,))
+        q, k = turned(0, slice(0, G)), turned(1, G)
         v = _load(qkv_ref.at[t, c, G + 1], _layout((C,), D))
         for h, x in zip(halves, q, strict=True):
             put(q_ref.at[t, c, :, h], x)
@@ -155,6 +158,11 @@ def _kv_heads(T: int, K: int) -> int:
 
 def _load(ref: Ref, layout: Layout) -> Array:
     return mosaic.load(ref, layout=layout, optimized=False)
+
+
+def _by_column(rows: tuple[int, ...], width: int) -> Layout:
+    """Lays out [width] as the columns of a tile, [*rows, width]."""
+    return _layout(rows, width).reduce(range(len(rows)))
 
 
 def _spread(x: Array, shape: tuple[int, ...]) -> Array:

@@ -2,7 +2,8 @@
 
 A thread block serves one row, held in registers between the sum of squares and the scaling. Each
 warp sums up a part of the row, and the warps add their sums up in shared memory. (Mosaic's own
-reduction over warps has one scratch for all warpgroups: several at once would race.)
+reduction over warps has one scratch for all warpgroups: several at once would race.) A norm's
+weights are read before the kernel before has ended, which must not be what makes them.
 """
 
 from collections.abc import Callable, Sequence
@@ -172,23 +173,23 @@ def _kernel(
     has_end: bool,
 ) -> None:  # fmt: skip
     *rest, total_ref, out_ref, part_smem, barriers = refs
-    pdl.begin()
     _, _, warps, width = x_ref.shape
     row, group = lax.axis_index("row"), lax.axis_index("group")
     load = partial(mosaic.load, layout=layout_of(warps * width), optimized=False)
     norm = partial(
         normed, group=group, part_smem=part_smem, barriers=barriers, eps=eps, one_more=one_more
     )
+    weights = [load(ref.at[group]) for ref in (weight_ref, *(rest if has_end else ()))]
+    pdl.begin()
     x = load(x_ref.at[row, group])
     residual = [load(residual_ref.at[part, row, group]) for part in range(residual_ref.shape[0])]
     if has_end:
         whole = reduce(jnp.add, (part.astype(jnp.float32) for part in residual))
-        x += norm(whole.astype(x.dtype), load(rest[0].at[group]), nth=1)
+        x += norm(whole.astype(x.dtype), weights[1], nth=1)
     else:
         x = added(x, residual, _added(row, group, load, *rest) if rest else None)
-    weight = load(weight_ref.at[group])
     put(total_ref.at[row, group], x)
-    put(out_ref.at[row, group], norm(x, weight))
+    put(out_ref.at[row, group], norm(x, weights[0]))
 
 
 def read_sum(

@@ -91,12 +91,12 @@ def _kernel(
     is_device: bool, x_ref: Ref, residual_ref: Ref, weight_ref: Ref, total_ref: Ref, out_ref: Ref,
     scale_ref: Ref, part_smem: Ref, barriers: Barrier, *, eps: float, one_more: bool, pairs: bool,
 ) -> None:  # fmt: skip
-    if is_device:  # an interpreter of kernels knows no launches
-        pdl.begin()
     row, group = lax.axis_index("row"), lax.axis_index("group")
     load = functools.partial(mosaic.load, layout=LAYOUT, optimized=False)
-    x = add_norm.read_sum(x_ref, residual_ref, row, group, load)
     weight = load(weight_ref.at[group])
+    if is_device:  # an interpreter of kernels knows no launches
+        pdl.begin()
+    x = add_norm.read_sum(x_ref, residual_ref, row, group, load)
     put(total_ref.at[row, group], x)
     normed = add_norm.normed(x, weight, group, part_smem, barriers, eps=eps, one_more=one_more)
     normed = normed.astype(jnp.float32)

@@ -62,14 +62,14 @@ def _kernel(
     scale_ref: Ref, part_smem: Ref, most_smem: Ref, barriers: Barrier, *, eps: float,
     one_more: bool,
 ) -> None:  # fmt: skip
-    if is_device:  # an interpreter of kernels knows no launches
-        pdl.begin()
     _, _, warps, width = x_ref.shape
     row, group = lax.axis_index("row"), lax.axis_index("group")
     layout = add_norm.layout_of(warps * width)
     load = functools.partial(mosaic.load, layout=layout, optimized=False)
-    x = add_norm.read_sum(x_ref, residual_ref, row, group, load)
     weight = load(weight_ref.at[group])
+    if is_device:  # an interpreter of kernels knows no launches
+        pdl.begin()
+    x = add_norm.read_sum(x_ref, residual_ref, row, group, load)
     put(total_ref.at[row, group], x)
     normed = add_norm.normed(x, weight, group, part_smem, barriers, eps=eps, one_more=one_more)
     wide, last = normed.astype(jnp.float32), barriers.at[1]
