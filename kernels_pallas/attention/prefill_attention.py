@@ -37,7 +37,7 @@ COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=mgpu.Loweri
 class TuningConfig:
     """Sizes that change speed alone."""
 
-    block_kv: int = 0  # keys of a step; 0: 128, or 64 where heads are larger than that
+    block_kv: int = 0  # keys of a step; 0: 128, or 64 where registers hold no more
     stages: int = 2  # steps of keys and values that are in shared memory
     warpgroups: int = 2  # that compute; a tile has 64 tokens for each
     registers: tuple[int, int] = (232, 40)  # of a thread that computes, and of one that copies
@@ -46,7 +46,7 @@ class TuningConfig:
 
     def keys(self, D: int) -> int:
         """Returns the keys of a step, for heads of size D."""
-        return self.block_kv or (64 if D > 128 else 128)
+        return self.block_kv or (128 if D <= 128 and mosaic.OWN_REGISTERS else 64)
 
     def smem_bytes(self, D: int, dtype: DTypeLike) -> int:
         """Returns the bytes of queries, keys and values."""
