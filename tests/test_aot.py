@@ -21,7 +21,8 @@ def test_decode_steps_are_one_graph_in_place_and_nothing_spills(tmp_path):
     limits = dict(state_chunks=204, fp8_gates=4)
     # libnvJitLink, which JAX 0.12 prefers to ptxas, leaves each warpgroup as many registers.
     if "'setmaxnreg' ignored" in said:
-        limits = dict(state_chunks=636, latent_decode=2264, fp8_gates=508)
+        limits = dict(state_chunks=636, latent_decode=2264)
+        limits |= dict(fp8_gates=508, fp8_gates_of_pairs=328)  # neither is used then
     assert all(size <= limits.get(name, 0) for name, size in spills), spills
     few, many = found["temporaries"]  # of 2 mixers and of 6: nothing is held of all at once
     assert many - few < 2048 * 3072 * 4  # bytes of what a mixer makes
