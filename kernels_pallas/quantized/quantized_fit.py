@@ -31,12 +31,14 @@ class Rule(NamedTuple):
 # weights multiplied with scales, in steps of 64 terms, of which shared memory has room for several.
 # Left out, as their registers spill: two groups by two turns, and four turns of 14,336 terms. So do
 # those of four groups, which then have 96, where none have registers of their own.
-MOST = dict(groups=4) if OWN_REGISTERS else dict(groups=2, terms=256)
+MOST = TuningConfig(groups=4, exact=True)
+if not OWN_REGISTERS:
+    MOST = TuningConfig(groups=2, terms=256, exact=True)
 RULES = (
     Rule(
         64,
         (
-            TuningConfig(**MOST, exact=True),
+            MOST,
             TuningConfig(groups=2, exact=True),
             TuningConfig(groups=1, turns=2, exact=True),
         ),
