@@ -6,10 +6,6 @@ so that kernels, and the lines that profiles show, are what they are without thi
 """
 
 from collections.abc import Callable
-import contextlib
-import ctypes
-import importlib.util
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jax
@@ -28,23 +24,6 @@ TOO_OLD = (
     f"wants JAX 0.11 or later, got {jax.__version__}" if jax.__version_info__ < (0, 11) else None
 )
 Layout: TypeAlias = Any  # how an array lies in registers; the class of all layouts is private
-
-
-def finds_nvjitlink() -> bool:
-    """Whether XLA finds libnvJitLink: among Python's packages, or where the system looks."""
-    package = importlib.util.find_spec("nvidia")
-    folders = [Path(at) for at in (package and package.submodule_search_locations) or ()]
-    for name in ("libnvJitLink.so.12", "libnvJitLink.so.13"):
-        if any(list(folder.glob(f"*/lib/{name}")) for folder in folders):
-            return True
-        with contextlib.suppress(OSError):
-            return ctypes.CDLL(name) is not None
-    return False
-
-
-# Whether each warpgroup gets the registers that it asks for. JAX 0.12 compiles by libnvJitLink
-# where it finds it, which gives all threads as many.
-OWN_REGISTERS = jax.__version_info__ < (0, 12) or not finds_nvjitlink()
 
 
 class At(Protocol[Part]):

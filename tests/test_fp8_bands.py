@@ -16,12 +16,12 @@ from jaxrunner.kernels_pallas.cases.band_case import (
     banded_units,
     floats,
 )
-from jaxrunner.kernels_pallas.mosaic import OWN_REGISTERS
 from jaxrunner.kernels_pallas.products.add_norm import add_rms_norm
 from jaxrunner.kernels_pallas.quantized.add_norm_fp8 import add_norm_fp8
 from jaxrunner.kernels_pallas.quantized.fp8_blocks import fp8_blocks
 from jaxrunner.kernels_pallas.quantized.fp8_gates import fp8_gates
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import TuningConfig
+from jaxrunner.kernels_pallas.registers import OWN_REGISTERS
 from jaxrunner.linear import Linear
 from jaxrunner.ops import banded_products as ops_of_bands
 from jaxrunner.ops.rounded_tokens import BandedTokens

@@ -13,11 +13,11 @@ from jaxrunner import pytree
 from jaxrunner.device.operations import operations
 from jaxrunner.device.program_key import Key
 from jaxrunner.kernels_pallas.cases.fp8_case import fp8_units, rounded_norms
-from jaxrunner.kernels_pallas.mosaic import OWN_REGISTERS
 from jaxrunner.kernels_pallas.quantized.add_norm_fp8 import add_norm_fp8
 from jaxrunner.kernels_pallas.quantized.fp8_gates import fp8_gates
 from jaxrunner.kernels_pallas.quantized.fp8_rounding import fp8_rounding
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import TuningConfig
+from jaxrunner.kernels_pallas.registers import OWN_REGISTERS
 from jaxrunner.linear import Linear
 from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.ops import fp8_products

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxrunner.kernels_pallas.cases.fp8_case import fp8_products
-from jaxrunner.kernels_pallas.mosaic import OWN_REGISTERS
 from jaxrunner.kernels_pallas.quantized.fp8_blocks import fp8_blocks, num_groups, num_parts
 from jaxrunner.kernels_pallas.quantized.fp8_rounding import fp8_rounding
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import TuningConfig
+from jaxrunner.kernels_pallas.registers import OWN_REGISTERS
 from jaxrunner.linear import Linear
 from jaxrunner.ops import products
 from jaxrunner.ops.fp8_products import BLOCKS as OF_FP8_BLOCKS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas import registers
 
 NAME = "libnvJitLink.so.13"
 
@@ -34,12 +34,12 @@ def test_a_package_has_the_library(
     lie_in(tmp_path, monkeypatch)
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).touch()
-    assert mosaic.finds_nvjitlink() is found
+    assert registers.finds_nvjitlink() is found
 
 
 def test_the_system_has_the_library(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert not mosaic.finds_nvjitlink()
+    assert not registers.finds_nvjitlink()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object() if name == NAME else missing(name))
-    assert mosaic.finds_nvjitlink()
+    assert registers.finds_nvjitlink()

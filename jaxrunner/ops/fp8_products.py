@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas.mosaic import OWN_REGISTERS, Shaped
+from jaxrunner.kernels_pallas.mosaic import Shaped
 from jaxrunner.kernels_pallas.quantized import add_norm_fp8, fp8_blocks
 from jaxrunner.kernels_pallas.quantized.fp8_gates import fp8_gates
 from jaxrunner.kernels_pallas.quantized.fp8_gates import refuses as refuses_fp8_gates
@@ -15,6 +15,7 @@ from jaxrunner.kernels_pallas.quantized.fp8_rounding import fp8_rounding
 from jaxrunner.kernels_pallas.quantized.fp8_rounding import refuses as refuses_rounding
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import TERMS, TuningConfig
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import refuses as refuses_fp8
+from jaxrunner.kernels_pallas.registers import OWN_REGISTERS
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Note, Operation
 from jaxrunner.ops.rounded_tokens import RoundedTokens, add_norm_in_fp8

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxrunner.kernels_pallas import mosaic
+from jaxrunner.kernels_pallas import mosaic, registers
 from jaxrunner.kernels_pallas.attention import prefill_quantized_kv, quantized_kv
 from jaxrunner.kernels_pallas.attention.online_softmax import LAYOUT, LOG2_E, NOTHING, PER_ROW, full
 from jaxrunner.kernels_pallas.attention.prefill_tiles import tiles
@@ -46,7 +46,7 @@ class TuningConfig:
 
     def keys(self, D: int) -> int:
         """Returns the keys of a step, for heads of size D."""
-        return self.block_kv or (128 if D <= 128 and mosaic.OWN_REGISTERS else 64)
+        return self.block_kv or (128 if D <= 128 and registers.OWN_REGISTERS else 64)
 
     def smem_bytes(self, D: int, dtype: DTypeLike) -> int:
         """Returns the bytes of queries, keys and values."""

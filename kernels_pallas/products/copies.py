@@ -25,8 +25,7 @@ def begin(
     most = max(1, EARLY // size)
     early = min(num, most) if isinstance(num, int) else jnp.minimum(num, most)
     each(0, early, weights)
-    if is_device:
-        pdl.begin()
+    pdl.begin(is_device)
     each(0, early, *others)
     each(early, num, weights, *others)
 

@@ -67,8 +67,7 @@ def _kernel(
     layout = add_norm.layout_of(warps * width)
     load = functools.partial(mosaic.load, layout=layout, optimized=False)
     weight = load(weight_ref.at[group])
-    if is_device:  # an interpreter of kernels knows no launches
-        pdl.begin()
+    pdl.begin(is_device)
     x = add_norm.read_sum(x_ref, residual_ref, row, group, load)
     put(total_ref.at[row, group], x)
     normed = add_norm.normed(x, weight, group, part_smem, barriers, eps=eps, one_more=one_more)

@@ -25,11 +25,12 @@ from jaxrunner.kernels_pallas.quantized.fp8_tiles import (
     Tiles,
     TuningConfig,
 )
+from jaxrunner.kernels_pallas.registers import OWN_REGISTERS
 from jaxrunner.types import Array
 
 MAX_PARTS = 8
 # By the warpgroups that compute: how long a tile takes, as an H200 with 8,192 tokens says.
-PACE = {2: 2.0, 3: 2.65} if mosaic.OWN_REGISTERS else {2: 2.0}
+PACE = {2: 2.0, 3: 2.65} if OWN_REGISTERS else {2: 2.0}
 
 
 def fp8_blocks(

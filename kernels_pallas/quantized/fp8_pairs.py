@@ -80,8 +80,7 @@ def fp8_pairs(x: Array, *, interpret: Any = None) -> tuple[Array, Array]:
 def _kernel(
     is_device: bool, x: Ref, numbers: Ref, scale: Ref, most_smem: Ref, barriers: Barrier
 ) -> None:
-    if is_device:  # an interpreter of kernels knows no launches
-        pdl.begin()
+    pdl.begin(is_device)
     row, group = lax.axis_index("row"), lax.axis_index("group")
     layout = add_norm.layout_of(x.shape[-2] * x.shape[-1])
 

@@ -71,8 +71,7 @@ def fp8_rounding(x: Array, *, interpret: Any = None) -> tuple[Array, Array]:
 
 
 def _kernel(tokens: int, is_device: bool, x: Ref, numbers: Ref, scales: Ref) -> None:
-    if is_device:  # an interpreter of kernels knows no launches
-        pdl.begin()
+    pdl.begin(is_device)
     group = lax.axis_index("group")
     rows = pl.ds(lax.axis_index("tokens") * tokens, tokens)
     terms = pl.ds(group * TERMS, TERMS)

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas.mosaic import OWN_REGISTERS, Shaped
+from jaxrunner.kernels_pallas.mosaic import Shaped
 from jaxrunner.kernels_pallas.products.matmul import ROWS
 from jaxrunner.kernels_pallas.quantized import quantized_tile
 from jaxrunner.kernels_pallas.quantized.quantized_tile import TuningConfig
+from jaxrunner.kernels_pallas.registers import OWN_REGISTERS
 from jaxrunner.types import Array
 
 MIN_TOKENS, MAX_TOKENS = 64, 256  # fewer do not fill what `wgmma` computes at a time
@@ -31,14 +32,16 @@ class Rule(NamedTuple):
 # weights multiplied with scales, in steps of 64 terms, of which shared memory has room for several.
 # Left out, as their registers spill: two groups by two turns, and four turns of 14,336 terms. So do
 # those of four groups, which then have 96, where none have registers of their own.
-MOST = TuningConfig(groups=4, exact=True)
-if not OWN_REGISTERS:
-    MOST = TuningConfig(groups=2, terms=256, exact=True)
+LARGEST = (
+    TuningConfig(groups=4, exact=True)
+    if OWN_REGISTERS
+    else TuningConfig(groups=2, terms=256, exact=True)
+)
 RULES = (
     Rule(
         64,
         (
-            MOST,
+            LARGEST,
             TuningConfig(groups=2, exact=True),
             TuningConfig(groups=1, turns=2, exact=True),
         ),

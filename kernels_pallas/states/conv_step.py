@@ -158,8 +158,7 @@ def _kernel(
     conv: Ref, x: Ref, weight: Ref, source_ref: Ref, place_ref: Ref, *refs: Ref, vec: int,
     parts: ConvParts | None, wide: int, is_device: bool,
 ) -> None:  # fmt: skip
-    if is_device:  # an interpreter of kernels knows no launches
-        pdl.begin()
+    pdl.begin(is_device)
     num = 1 if parts is None else len(parts.sizes)
     bias, made = refs[:-num], refs[-num:]
     N, taps = conv.shape[:2]

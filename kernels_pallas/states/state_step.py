@@ -139,8 +139,7 @@ def _kernel(
     states: Ref, source_ref: Ref, place_ref: Ref, start_ref: Ref, num_ref: Ref, waiting_ref: Ref,
     *refs: Ref, axis: int, query_len: int, width: int, layout: Layout, tree: Any, is_device: bool,
 ) -> None:  # fmt: skip
-    if is_device:  # an interpreter of kernels knows no launches
-        pdl.begin()
+    pdl.begin(is_device)
     *given, out = refs
     tokens, waiting = jax.tree.unflatten(tree, given)  # references in place of arrays
     (N, H, *size), G = states.shape, tokens.key.shape[1]
