@@ -5,7 +5,12 @@ the results of the kernel before. Ahead of it they may read weights, which no ke
 makes.
 """
 
+from typing import Any
+
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+CORES = 132  # multiprocessors of an H200
+ALONE = 116 * 1024  # bytes of shared memory, of which a multiprocessor has room for one block's
 
 
 def begin(is_device: bool = True) -> None:
@@ -16,3 +21,11 @@ def begin(is_device: bool = True) -> None:
     if is_device:
         plgpu.griddepcontrol_wait()
         plgpu.griddepcontrol_launch_dependents()
+
+
+def spread(num_blocks: int) -> dict[str, Any]:
+    """Returns parameters of the compiler by which each of few small blocks has a multiprocessor.
+
+    Placed while the kernel before ends, they would share the first few that it leaves.
+    """
+    return dict(reduction_scratch_bytes=ALONE) if num_blocks <= CORES else {}

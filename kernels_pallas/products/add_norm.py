@@ -134,6 +134,7 @@ def kernel(
     blocks: fewer than rows, each of which serves several.
     """
     row, (groups, warps, _) = jax.ShapeDtypeStruct((T, *cut), dtype), cut
+    more = pdl.spread(T) if blocks is None else {}  # blocks that wait for others keep all room
     return plgpu.kernel(
         body,
         out_type=(row, row),
@@ -146,7 +147,7 @@ def kernel(
         num_threads=groups,
         thread_name="group",
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, **more),
     )
 
 

@@ -74,7 +74,8 @@ def add_norm_fp8(
         ),
         grid=(T,), grid_names=("row",), num_threads=groups, thread_name="group",
         kernel_name="add_norm_bands" if pairs else "add_norm_fp8",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True), interpret=interpret,
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, **pdl.spread(T)),
+        interpret=interpret,
     )(x.reshape(T, *cut), residual.reshape(-1, T, *cut), weight.reshape(cut))  # fmt: skip
     return total.reshape(T, E), numbers.reshape(lines, E), scale.reshape(E // TERMS, lines)
 

@@ -52,7 +52,8 @@ def add_norm_pairs(
         ),
         grid=(T,), grid_names=("row",), num_threads=cut[0], thread_name="group",
         kernel_name="add_norm_pairs",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True), interpret=interpret,
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, **pdl.spread(T)),
+        interpret=interpret,
     )(x.reshape(T, *cut), residual.reshape(-1, T, *cut), weight.reshape(cut))  # fmt: skip
     return total.reshape(T, E), numbers.reshape(2, T, E), scale
 
