@@ -7,8 +7,10 @@ makes.
 
 from typing import Any
 
+import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+IN_GRAPHS = jax.__version_info__ >= (0, 12)  # before, no kernel of a CUDA graph starts early
 CORES = 132  # multiprocessors of an H200
 ALONE = 116 * 1024  # bytes of shared memory, of which a multiprocessor has room for one block's
 
@@ -28,4 +30,4 @@ def spread(num_blocks: int) -> dict[str, Any]:
 
     Placed while the kernel before ends, they would share the first few that it leaves.
     """
-    return dict(reduction_scratch_bytes=ALONE) if num_blocks <= CORES else {}
+    return dict(reduction_scratch_bytes=ALONE) if IN_GRAPHS and num_blocks <= CORES else {}
