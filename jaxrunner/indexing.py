@@ -32,7 +32,14 @@ def places(x: Array) -> Array:
 @functools.partial(jax.jit, inline=True)  # traced once for equal shapes
 def take(table: Array, index: Any) -> Array:
     """Reads `table[index]`, 0 where an index is out of range."""
-    return table.at[index].get(mode="fill", fill_value=0)
+    if not isinstance(index, tuple):
+        return table.at[index].get(mode="fill", fill_value=0)
+    # Compared one by one: JAX would reduce over the indices of a place, in a kernel of its own.
+    inside = [(i >= 0) & (i < n) for i, n in zip(index, table.shape, strict=False)]
+    is_inside = functools.reduce(jnp.logical_and, inside)
+    found = table.at[index].get(mode="clip")
+    is_inside = is_inside.reshape(is_inside.shape + (1,) * (found.ndim - is_inside.ndim))
+    return jnp.where(is_inside, found, jnp.zeros((), table.dtype))
 
 
 def write(table: Array, writes: Writes) -> Array:

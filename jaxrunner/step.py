@@ -80,7 +80,8 @@ def compute_logits(
     """Returns logits, [B, J, V], at `batch.logits_indices` of hidden, [T, E], in its dtype."""
     at = batch.logits_indices
     place = places_of_rows(params, state, batch.slot, at)
-    return program.logits(params, take(hidden, at), place)
+    own = hidden[: at.shape[0], None] if batch.query_len == 1 else take(hidden, at)
+    return program.logits(params, own, place)
 
 
 def run_heads(
@@ -178,12 +179,8 @@ def prepare_inputs(
     """
     T, B = bucket.num_tokens, bucket.num_rows
     num_tokens = jnp.where(take(requests.done, plan.slot), 0, plan.num_tokens)
-    # Each row of a uniform bucket is a tile of attention; in others ended requests keep a place.
-    width = jnp.full_like(num_tokens, bucket.query_len) if bucket.query_len else plan.num_tokens
-    query_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(width)])
-    start = query_start[:-1]
-    t = jnp.arange(T)
-    row = find_rows(query_start[1:], t)
+    query_start, row = side_by_side(bucket, plan.num_tokens)
+    start, t = query_start[:-1], jnp.arange(T)
     offset = t - take(start, row)
     real = offset < take(num_tokens, row)
     row = jnp.where(real, row, B)
@@ -218,6 +215,18 @@ def prepare_inputs(
     )
     samples = (num_tokens > 0) & (seq_lens >= total)
     return batch, SamplingMetadata(plan.slot, seq_lens, samples, next_pos=total, num_drafts=drafts)
+
+
+def side_by_side(bucket: Bucket, num_tokens: Array) -> tuple[Array, Array]:
+    """Returns where the tokens of each row begin, [B + 1], and which row each is of, [T].
+
+    Rows that have ended keep their places.
+    """
+    t = jnp.arange(bucket.num_tokens)
+    if bucket.query_len:  # each row is a tile of attention
+        return bucket.query_len * jnp.arange(bucket.num_rows + 1), t // bucket.query_len
+    query_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(num_tokens)])
+    return query_start, find_rows(query_start[1:], t)
 
 
 def block_tables(

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrunner.device.packing import pack_on_device, packed_size, unpack
 from jaxrunner.indexing import put_blocks
 from jaxrunner.parallel.mesh import DATA
 from jaxrunner.program.bucket import MultiStepBucket
@@ -27,24 +28,26 @@ def multi_step(params: Any, state: State, plan: Plan, *, program: Program, size:
     state = replace(state, requests=replace(state.requests, blocks=blocks))
     plan = replace(plan, blocks=jax.tree.map(lambda x: x[:0], plan.blocks))
     one = functools.partial(step, params, program=program, bucket=size.bucket, size=size.sample)
-    shapes = output_spec(program, size.sample)
-    J = 1 + size.sample.num_drafts
-    outputs = jax.tree.map(lambda x: jnp.zeros((size.num_steps, *x.shape), x.dtype), shapes)
+    spec, J = output_spec(program, size.sample), 1 + size.sample.num_drafts
 
     def next_step(carry: tuple) -> tuple:
-        i, state, outputs, _ = carry
+        num, state, outputs, _ = carry
         state, output = one(state, plan)
-        outputs = jax.tree.map(lambda table, x: table.at[i].set(x), outputs, output)
-        goes_on = ((output.num_sampled > 0) & ~output.finished).any()
+        num += 1
+        packed = pack_on_device(output)  # one kernel writes it
+        outputs = jax.lax.dynamic_update_index_in_dim(outputs, packed, num, 0)
+        is_due = (output.num_sampled > 0) & ~output.finished & (num < size.num_steps)
+        goes_on = is_due.any()
         if program.num_ranks > 1:  # all ranks must run as many steps
             goes_on = jax.lax.psum(goes_on.astype(jnp.int32), DATA) > 0
-        return i + 1, state, outputs, goes_on
+        return num, state, outputs, goes_on
 
-    def is_due(carry: tuple) -> Array:
-        i, _, _, goes_on = carry
-        return goes_on & (i < size.num_steps)
-
-    _, state, outputs, _ = jax.lax.while_loop(is_due, next_step, (0, state, outputs, True))
+    # The first row is no step's. XLA would copy a number that is read both before it is counted and
+    # after, and JAX asks of a signed index whether it is negative.
+    outputs = jnp.zeros((1 + size.num_steps, packed_size(spec)), jnp.int32)
+    start = jnp.uint32(0), state, outputs, True
+    _, state, outputs, _ = jax.lax.while_loop(lambda carry: carry[-1], next_step, start)
+    outputs = jax.vmap(functools.partial(unpack, spec))(outputs[1:])
     failed = outputs.no_choice | (outputs.not_finite & (program.engine.nan_policy != "ignore"))
     counts = jnp.where(jnp.cumsum(failed, 0) == 0, outputs.num_sampled, 0)
     logprobs = jax.tree.map(lambda x: x.reshape(*counts.shape, J, *x.shape[2:]), outputs.logprobs)
