@@ -80,6 +80,7 @@ def compute_logits(
     """Returns logits, [B, J, V], at `batch.logits_indices` of hidden, [T, E], in its dtype."""
     at = batch.logits_indices
     place = places_of_rows(params, state, batch.slot, at)
+    # With a token a row each row has its own, which need not be gathered.
     own = hidden[: at.shape[0], None] if batch.query_len == 1 else take(hidden, at)
     return program.logits(params, own, place)
 

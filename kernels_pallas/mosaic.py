@@ -23,6 +23,7 @@ Index: TypeAlias = int | Array  # static where a loop is unrolled, else traced
 TOO_OLD = (
     f"wants JAX 0.11 or later, got {jax.__version__}" if jax.__version_info__ < (0, 11) else None
 )
+CORES = 132  # multiprocessors of an H200
 Layout: TypeAlias = Any  # how an array lies in registers; the class of all layouts is private
 
 

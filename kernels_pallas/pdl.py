@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxrunner.kernels_pallas.mosaic import CORES
+
 IN_GRAPHS = jax.__version_info__ >= (0, 12)  # before, no kernel of a CUDA graph starts early
-CORES = 132  # multiprocessors of an H200
 ALONE = 116 * 1024  # bytes of shared memory, of which a multiprocessor has room for one block's
 
 

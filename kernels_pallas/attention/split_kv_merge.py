@@ -26,7 +26,6 @@ from jaxrunner.types import Array
 
 # Heads that a block merges: one a warp where D is a multiple of 128.
 HEADS, FEW = 8, 4
-CORES = 132  # multiprocessors of an H200
 NUMBERS = 1024  # of a head that are read at a time, in parts of one or more
 FLAG = plgpu.SMEM((1,), jnp.int32)
 
@@ -51,7 +50,7 @@ def finish(
     of two items has one of a later row second, as no row has more items than there are clusters.
     """
     K, rows, D = part.shape[1:]
-    cores = grid_barrier.multiprocessors() or CORES
+    cores = grid_barrier.multiprocessors() or mosaic.CORES
     heads = unit(D)
     layout = _row_a_warp() if heads == FEW else _layout(D)
     units, count = rows // heads, min(8, NUMBERS // D)
