@@ -29,6 +29,8 @@ def test_decode_steps_are_one_graph_in_place_and_nothing_spills(tmp_path):
     for step in found["steps"]:
         assert step["aliased"] >= step["kv_bytes"]  # the cache is written in place
         assert (step["copies"], step["loops"]) == (0, step["wanted_loops"])
+        # A graph reads a condition that has no kernel of its own beside the step that finds it.
+        assert len(step["conditions"]) == step["loops"] and all(step["conditions"])
         assert step["graphs"] == step["wanted_graphs"]  # none for a prefill
 
 

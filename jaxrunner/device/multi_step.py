@@ -36,17 +36,21 @@ def multi_step(params: Any, state: State, plan: Plan, *, program: Program, size:
         num += 1
         packed = pack_on_device(output)  # one kernel writes it
         outputs = jax.lax.dynamic_update_index_in_dim(outputs, packed, num, 0)
-        is_due = (output.num_sampled > 0) & ~output.finished & (num < size.num_steps)
-        goes_on = is_due.any()
+        goes_on = ((output.num_sampled > 0) & ~output.finished).any()
         if program.num_ranks > 1:  # all ranks must run as many steps
             goes_on = jax.lax.psum(goes_on.astype(jnp.int32), DATA) > 0
         return num, state, outputs, goes_on
+
+    # A kernel of its own: a CUDA graph reads a condition without one beside the step, not after it.
+    def is_due(carry: tuple) -> Array:
+        num, _, _, goes_on = carry
+        return goes_on & (num < size.num_steps)
 
     # The first row is no step's. XLA would copy a number that is read both before it is counted and
     # after, and JAX asks of a signed index whether it is negative.
     outputs = jnp.zeros((1 + size.num_steps, packed_size(spec)), jnp.int32)
     start = jnp.uint32(0), state, outputs, True
-    _, state, outputs, _ = jax.lax.while_loop(lambda carry: carry[-1], next_step, start)
+    _, state, outputs, _ = jax.lax.while_loop(is_due, next_step, start)
     outputs = jax.vmap(functools.partial(unpack, spec))(outputs[1:])
     failed = outputs.no_choice | (outputs.not_finite & (program.engine.nan_policy != "ignore"))
     counts = jnp.where(jnp.cumsum(failed, 0) == 0, outputs.num_sampled, 0)

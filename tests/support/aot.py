@@ -122,6 +122,13 @@ def compile_step(
     return compiled, sum(x.size * x.dtype.itemsize for x in kv), f"bf16[{shape}]"
 
 
+def kernels_of_conditions(text: str) -> list[int]:
+    """Returns how many kernels the condition of each loop of HLO has."""
+    names = re.findall(r" while\(.*?condition=(%[\w.\-]+)", text)
+    bodies = [text[text.index(f"\n{name} (") :].split("\n}")[0] for name in names]
+    return [body.count(" fusion(") for body in bodies]
+
+
 def main(folder: Path) -> None:
     """Compiles a case of each kernel, then steps; `folder` gets XLA's dumps."""
     firsts = [next(case for case in TESTS if case.kernel == kernel) for kernel in KERNELS]
@@ -145,6 +152,7 @@ def main(folder: Path) -> None:
                 aliased=memory.alias_size_in_bytes, kv_bytes=kv_bytes,
                 copies=len(re.findall(re.escape(shape) + r"\S* copy\(", text)),
                 loops=text.count(" while("), wanted_loops=int(key.name == "multi_step"),
+                conditions=kernels_of_conditions(text),
                 graphs=dumps[-1].read_text().count("kCommandBuffer") if dumps else None,
                 wanted_graphs=int(key != PREFILL),
             )
