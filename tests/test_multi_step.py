@@ -1,14 +1,18 @@
 """Several decode steps of one launch, by an engine."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device import multi_step as device
+from jaxrunner.device.program_spec import program_spec
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.program.bucket import MultiStepBucket, SampleSize
+from jaxrunner.programs.program_table import Key
 from tests.support import tiny
 from tests.support.tiny import poisoned
 from tests.support.tiny_engine import PROMPTS, engine, run
@@ -55,6 +59,20 @@ def test_a_launch_ends_when_all_its_requests_have(monkeypatch):
         assert len(steps) == count
         while e.has_unfinished:
             e.step()
+
+
+def test_the_condition_of_the_loop_computes():
+    """A CUDA graph reads a condition without kernels beside the step, which then never ends."""
+    e = engine(num_decode_steps=4)
+    key = Key("multi_step", MultiStepBucket(4, SampleSize(5)))
+    spec = program_spec(e.runner.program, e.runner.params_spec, key)
+    run = functools.partial(spec.function, **dict(spec.static))
+    conditions = [
+        eqn.params["cond_jaxpr"].jaxpr
+        for eqn in jax.make_jaxpr(run)(*spec.args).eqns
+        if eqn.primitive.name == "while"
+    ]
+    assert conditions and all(condition.eqns for condition in conditions)
 
 
 def test_many_steps_are_few_launches():
