@@ -21,7 +21,6 @@ from jaxrunner.kernels_pallas.quantized.add_norm_fp8 import add_norm_fp8
 from jaxrunner.kernels_pallas.quantized.fp8_blocks import fp8_blocks
 from jaxrunner.kernels_pallas.quantized.fp8_gates import fp8_gates
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import TuningConfig
-from jaxrunner.kernels_pallas.registers import OWN_REGISTERS
 from jaxrunner.linear import Linear
 from jaxrunner.ops import banded_products as ops_of_bands
 from jaxrunner.ops.rounded_tokens import BandedTokens
@@ -132,7 +131,6 @@ OTHER = mlp_weights(Scheme("int8"))
 
 
 @lowers
-@pytest.mark.skipif(not OWN_REGISTERS, reason="warpgroups without registers of their own")
 @pytest.mark.parametrize(
     ("tokens", "gate_up", "down", "names"),
     [

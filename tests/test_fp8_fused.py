@@ -17,7 +17,6 @@ from jaxrunner.kernels_pallas.quantized.add_norm_fp8 import add_norm_fp8
 from jaxrunner.kernels_pallas.quantized.fp8_gates import fp8_gates
 from jaxrunner.kernels_pallas.quantized.fp8_rounding import fp8_rounding
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import TuningConfig
-from jaxrunner.kernels_pallas.registers import OWN_REGISTERS
 from jaxrunner.linear import Linear
 from jaxrunner.loading.quantized import read_quantized
 from jaxrunner.ops import fp8_products
@@ -51,6 +50,7 @@ def far(got: np.ndarray, want: np.ndarray) -> float:
         ((256, 1152, 128), dict(num_ctas=4, together=1)),  # clusters share weights
         ((136, 1280, 256, 256), dict(num_ctas=2)),  # scales of two tiles of outputs
         ((64, 384, 128), {}),  # no cluster
+        ((72, 512, 256), dict(num_ctas=2, width=64)),  # half a tile of outputs at a time
     ],
 )
 def test_units_are_those_of_both_products(sizes: tuple[int, ...], config: dict[str, int]):
@@ -128,7 +128,7 @@ def test_other_norms_are_refused(x: tuple[int, int], weight: int, words: str):
 
 BLOCKS = mlp_weights(BOTH_IN_BLOCKS)
 WITH_BIAS = replace(BLOCKS[0], bias=shaped(2, 14336))
-BOTH = "two products in fp8" if OWN_REGISTERS else "two products, units in fp8"
+BOTH = "two products in fp8"
 BY_TOKEN = Scheme(FP8, activation=Activation(FP8))
 
 

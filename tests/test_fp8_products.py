@@ -244,8 +244,5 @@ def test_an_mlp_in_fp8_rounds_its_units_as_they_come():
         lambda x, gate_up, down: products.mlp(x, gate_up, down, note=found.append),
         jax.ShapeDtypeStruct((64, 512), jnp.bfloat16), gate_up, down,
     )  # fmt: skip
-    names = (
-        {"two products in fp8"} if OWN_REGISTERS else {"two products, units in fp8", "fp8_blocks"}
-    )
-    assert {one.name for one in found} == names
+    assert {one.name for one in found} == {"two products in fp8"}
     assert y.shape[-2:] == (2, 128)

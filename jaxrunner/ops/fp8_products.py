@@ -15,7 +15,6 @@ from jaxrunner.kernels_pallas.quantized.fp8_rounding import fp8_rounding
 from jaxrunner.kernels_pallas.quantized.fp8_rounding import refuses as refuses_rounding
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import TERMS, TuningConfig
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import refuses as refuses_fp8
-from jaxrunner.kernels_pallas.registers import OWN_REGISTERS
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Note, Operation
 from jaxrunner.ops.rounded_tokens import RoundedTokens, add_norm_in_fp8
@@ -142,8 +141,6 @@ def _refuses_mlp(
 
 def refuses_gates_kernel(rows: Shaped, gate_up: QuantizedLinear) -> str | None:
     """Says why `fp8_gates` does not serve rows in fp8 of these shapes, [rows, E], or None."""
-    if not OWN_REGISTERS:
-        return "wants warpgroups with registers of their own: JAX 0.11, or no libnvJitLink"
     return refuses_fp8_gates(*sides(rows, gate_up))
 
 

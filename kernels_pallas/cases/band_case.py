@@ -89,6 +89,7 @@ def floats(rows: Array, scale: Array) -> Array:
 BANDS = (
     banded_norms(8, 4096), banded_norms(16, 2048, 3),
     banded_units(64, 512, 384), banded_units(72, 1024, 256, 256),
+    banded_units(64, 512, 384, width=64),
     banded_products(64, 512, 384), banded_products(72, 1024, 512, 256),
     banded_products(64, 2048, 256, parts=4),
 )  # fmt: skip

@@ -89,6 +89,7 @@ FP8 = (
     fp8_products(1096, 512, 384, groups=3, num_ctas=6),
     rounded_norms(72, 4096), rounded_norms(16, 2048, 3), rounded_norms(8, 5120, 1),
     fp8_units(304, 512, 384), fp8_units(72, 1024, 256, 256), fp8_units(512, 640, 128, num_ctas=4),
+    fp8_units(304, 512, 384, width=64),
 )  # fmt: skip
 BENCH_FP8 = (
     *(fp8_products(8192, E, F) for E, F in ((4096, 6144), (4096, 28672), (14336, 4096))),

@@ -12,13 +12,16 @@ DeepSeek-V3, arXiv:2412.19437.
 from collections.abc import Callable
 from dataclasses import dataclass
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
@@ -26,6 +29,7 @@ from jaxrunner.kernels_pallas.products import copies
 from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES
 from jaxrunner.kernels_pallas.products.matmul import ROWS
 from jaxrunner.kernels_pallas.quantized.quantized_tile import free_slots
+from jaxrunner.kernels_pallas.registers import OWN_REGISTERS
 from jaxrunner.types import Array
 
 TILE = 128  # outputs of a tile
@@ -50,6 +54,7 @@ class TuningConfig:
     together: int = 8  # tiles of tokens that are taken for one tile of outputs after another
     cluster: int = 2  # blocks that share weights or tokens, where their tiles can be halved
     parts: int = 1  # of a sum
+    width: int = 0  # outputs of a product; 0: as many as registers hold beside the sums
 
 
 DEFAULT = TuningConfig()
@@ -78,6 +83,7 @@ class Tiles(NamedTuple):
     cluster: int  # blocks
     of_tokens: bool  # its blocks have tiles of tokens beside each other, and share weights
     halves: int  # 2 where a tile has gates and what they gate, which is `outputs` tiles behind
+    width: int  # outputs of a product
 
     @property
     def height(self) -> int:
@@ -170,7 +176,7 @@ def fit(
     stages = min(c.stages, left // ((height + halves * TILE) * TERMS), steps)
     s = Tiles(
         groups, tokens, outputs, steps, run // TILE, stages, 0, 1, c.parts, cluster, of_tokens,
-        halves,
+        halves, c.width or (TILE if halves == 1 or OWN_REGISTERS else TILE // 2),
     )  # fmt: skip
     return s._replace(
         clusters=min(s.items, c.num_ctas // cluster), together=min(c.together, s.wide[0])
@@ -210,7 +216,7 @@ def run(
 
     def compute(turn: Array, _: None) -> None:
         at = item(turn)
-        leave(wg, at, _sums(s, wg, at, turn, held))
+        leave(wg, at, _sums(s, is_device, wg, at, turn, held))
         return _
 
     @pl.when(wg < s.groups)
@@ -275,9 +281,10 @@ def _fetch(
     copies.each(total, total + s.stages, wait)
 
 
-def _sums(s: Tiles, wg: Array, at: Item, turn: Array, held: Held) -> list[Array]:
+def _sums(s: Tiles, is_device: bool, wg: Array, at: Item, turn: Array, held: Held) -> list[Array]:
     """Sums up 64 tokens of a tile."""
     layout, mine = plgpu.Layout.WGMMA, pl.ds(wg * ROWS, ROWS)
+    shape, places = (ROWS, s.width), [*itertools.product(range(s.halves), range(0, TILE, s.width))]
 
     def body(step: Array, totals: list[Array]) -> list[Array]:
         number, entry = turn * s.steps + step, lax.rem(step, WINDOW)
@@ -289,20 +296,41 @@ def _sums(s: Tiles, wg: Array, at: Item, turn: Array, held: Held) -> list[Array]
         )
         begin = at.part * s.steps + step - entry
         found = []
-        for half, total in enumerate(totals):
+        for (half, first), total in zip(places, totals, strict=True):
             scale = own * held.shared[window, half, lax.rem(begin, ALIGNED) + entry]
-            weights = held.w_smem.at[slot, pl.ds(half * TILE, TILE)]
+            weights = held.w_smem.at[slot, pl.ds(half * TILE + first, s.width)]
 
             def multiply(acc: Ref, weights: Ref = weights) -> Array:
                 mosaic.wgmma(acc, held.x_smem.at[slot, mine], weights.T)
                 return acc[...]
 
-            y = pl.run_scoped(multiply, mosaic.ACC((ROWS, TILE), jnp.float32))
-            if half == s.halves - 1:
+            y = pl.run_scoped(multiply, mosaic.ACC(shape, jnp.float32))
+            if (half, first) == places[-1]:
                 mosaic.barrier_arrive(held.free.at[slot])
-            wide = plgpu.layout_cast(lax.broadcast_in_dim(scale, (ROWS, TILE), [0]), layout)
+            wide = plgpu.layout_cast(lax.broadcast_in_dim(scale, shape, [0]), layout)
             found.append(total + y * wide)
         return found
 
-    zeros = plgpu.layout_cast(jnp.zeros((ROWS, TILE), jnp.float32), layout)
-    return lax.fori_loop(0, s.steps, body, [zeros] * s.halves)
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+    sums = lax.fori_loop(0, s.steps, body, [zeros] * len(places))
+    num = len(places) // s.halves
+    return [_beside(sums[i : i + num], is_device) for i in range(0, len(places), num)]
+
+
+def _beside(sums: list[Array], is_device: bool) -> Array:
+    """Returns sums, [ROWS, n] each, side by side."""
+    if len(sums) == 1:
+        return sums[0]
+    shape, layout = (ROWS, sum(x.shape[1] for x in sums)), plgpu.Layout.WGMMA
+    if not is_device:  # an interpreter of kernels knows no registers
+        return jnp.concatenate(sums, 1)
+
+    @mosaic.inline_mgpu(
+        arg_types=(layout,) * len(sums),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout),
+    )
+    def join(_: Any, *sums: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        registers = np.concatenate([x.registers for x in sums], 1)  # by columns
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
+
+    return join(*sums)
