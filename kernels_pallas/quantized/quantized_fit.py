@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas.mosaic import Shaped
 from jaxrunner.kernels_pallas.products.matmul import ROWS
 from jaxrunner.kernels_pallas.quantized import quantized_tile
-from jaxrunner.kernels_pallas.quantized.quantized_tile import TuningConfig
+from jaxrunner.kernels_pallas.quantized.quantized_tile import TERMS, TuningConfig
 from jaxrunner.kernels_pallas.registers import OWN_REGISTERS
 from jaxrunner.types import Array
 
@@ -28,7 +28,8 @@ class Rule(NamedTuple):
 
 
 # Two warpgroups have 232 registers a thread, four have 112. Sums multiplied with scales want twice
-# those of the sums: with two warpgroups up to 128 tokens fit, with four 64. More tokens take
+# those of the sums: with two warpgroups up to 128 tokens fit, with four 64; and with two and 64
+# tokens two sums at once, which steps of 256 terms have by groups of 128. More tokens take
 # weights multiplied with scales, in steps of 64 terms, of which shared memory has room for several.
 # Left out, as their registers spill: two groups by two turns, and four turns of 14,336 terms. So do
 # those of four groups, which then have 96, where none have registers of their own.
@@ -42,11 +43,15 @@ RULES = (
         64,
         (
             LARGEST,
+            TuningConfig(groups=2, terms=256, exact=True),
             TuningConfig(groups=2, exact=True),
+            TuningConfig(groups=1, turns=2, terms=256, exact=True),
             TuningConfig(groups=1, turns=2, exact=True),
         ),
         (
+            TuningConfig(groups=2, parts=4, terms=256, exact=True),
             TuningConfig(groups=2, parts=4, exact=True),
+            TuningConfig(groups=1, turns=2, parts=2, terms=256, exact=True),
             TuningConfig(groups=1, turns=2, parts=2, exact=True),
         ),
     ),
@@ -81,10 +86,12 @@ def fit(
     if not MIN_TOKENS <= T <= most:
         return f"is ahead for {MIN_TOKENS} to {most} tokens, got {T}"
     rule = next(rule for rule in RULES if T <= rule.tokens)
-    # A scale of a whole sum is multiplied with it in any case.
+    # A scale of a whole sum is multiplied with it in any case. Larger steps are for several sums.
+    group, sizes = x.shape[-1] // scale.shape[1], rule.parts if in_parts else rule.whole
     found = [
         replace(c, exact=c.exact and scale.shape[1] > 1)
-        for c in (rule.parts if in_parts else rule.whole)
+        for c in sizes
+        if c.terms <= TERMS or c.terms >= 2 * group or c is LARGEST
     ]
     reasons = [quantized_tile.refuses(x, weight, scale, code, c) for c in found]
     served = [c for c, reason in zip(found, reasons, strict=True) if reason is None]

@@ -43,6 +43,7 @@ class Form(NamedTuple):
     stages: int
     turns: int = 1  # warpgroups that have the same rows, and steps by turns
     paired: bool = False  # tokens are pairs of fp8, weights fp8 too
+    at_once: int = 1  # sums of a step that tensor cores have to do, so that one need not wait
 
     @property
     def sums(self) -> int:
@@ -57,7 +58,8 @@ class Form(NamedTuple):
     @property
     def window(self) -> Window:
         """Scales that a warpgroup has in shared memory."""
-        return Window(self.run, self.sums, self.spans, self.turns, self.steps // self.turns)
+        rounds = self.steps // self.turns
+        return Window(self.run, self.sums, self.spans, self.turns, rounds, whole=self.steps)
 
     @property
     def kept(self) -> int:
@@ -119,28 +121,39 @@ def rounded(f: Form, held: Held, of: Sum) -> Array:
 def exact(f: Form, held: Held, of: Sum) -> Array:
     """Returns a warpgroup's sums, [ROWS, tokens]; sums are multiplied with scales."""
     layout, rounds = plgpu.Layout.WGMMA, f.steps // f.turns
-    pieces = f.terms // PIECE // f.sums
+    pieces, acc = f.terms // PIECE // f.sums, mosaic.ACC((ROWS, f.tokens), jnp.float32)
 
     def body(index: Array, total: Array) -> Array:
         f.window.refill(index, functools.partial(_fill, f, held, of))
         slot = lax.rem(of.begin + of.turn + index * f.turns, f.stages)
         piece = _read_step(f, held, of.group, slot)
         scales = _scales(f, held, index)
-        for i in range(f.sums):
-            less = None
-            if held.zero is not None:
-                less = f.window.read(held.kept.at[1], index, i, layout)
-                less = _wide(less.astype(jnp.bfloat16), PIECE)
 
-            def multiply(acc: Ref, i: int = i, less: Array | None = less) -> Array:
-                for j in range(i * pieces, (i + 1) * pieces):
-                    value = widen_tile.plain(piece(j), f.code)
-                    value = value if less is None else value - less
-                    mosaic.wgmma(acc, value, held.x.at[slot, j].T)
-                return acc[...]
+        def add(first: int, total: Array) -> Array:
+            mine = range(first, first + f.at_once)
 
-            y = pl.run_scoped(multiply, mosaic.ACC((ROWS, f.tokens), jnp.float32))
-            total = total + y * _wide(scales[i], f.tokens)
+            def multiply(*accs: Ref) -> Array:
+                for acc, i in zip(accs, mine, strict=True):
+                    less = None
+                    if held.zero is not None:
+                        less = f.window.read(held.kept.at[1], index, i, layout)
+                        less = _wide(less.astype(jnp.bfloat16), PIECE)
+                    for j in range(i * pieces, (i + 1) * pieces):
+                        value = widen_tile.plain(piece(j), f.code)
+                        value = value if less is None else value - less
+                        mosaic.wgmma(acc, value, held.x.at[slot, j].T)
+                found = total
+                for acc, i in zip(accs, mine, strict=True):
+                    left = pieces * (mine[-1] - i)  # products that are behind this sum's
+                    # None of its numbers may be read before.
+                    y = lax.optimization_barrier(mosaic.wgmma_accumulator_load(acc, wait_n=left))
+                    found = found + y * _wide(scales[i], f.tokens)
+                return found
+
+            return pl.run_scoped(multiply, *[acc] * len(mine))
+
+        for first in range(0, f.sums, f.at_once):
+            total = add(first, total)
         mosaic.barrier_arrive(held.free.at[slot])
         return total
 

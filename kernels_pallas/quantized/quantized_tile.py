@@ -39,6 +39,7 @@ from jaxrunner.kernels_pallas.quantized.quantized_sums import (
     paired,
     rounded,
 )
+from jaxrunner.kernels_pallas.registers import OWN_REGISTERS
 from jaxrunner.kernels_pallas.stores import put, put_all_transposed, put_transposed
 from jaxrunner.types import Array
 
@@ -168,7 +169,8 @@ def _fit(
     if stages < 2 or stages < c.turns or steps % c.turns:
         return f"wants fewer tokens at a time, got {tokens}"
     items = tiles // c.cluster * c.parts * chunks
-    form = form._replace(stages=stages)
+    two = OWN_REGISTERS and c.groups * c.turns <= 2 and tokens <= ROWS and form.sums % 2 == 0
+    form = form._replace(stages=stages, at_once=2 if two else 1)
     return _Static(form, chunks, tiles, min(items, c.num_ctas // c.cluster), items, c)
 
 

@@ -6,6 +6,7 @@ while the first weights are on their way.
 """
 
 from collections.abc import Callable
+import math
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -25,6 +26,7 @@ from jaxrunner.types import Array
 
 MAX_ENTRIES = 32  # scales of a row in a window
 EIGHT = 8  # rows that a tile of a product's operand has at least: they may share a scale
+LINE = 4  # scales that are copied at once, at most: 16 bytes
 
 
 class Window(NamedTuple):
@@ -36,6 +38,7 @@ class Window(NamedTuple):
     turns: int  # from one step of the warpgroup to its next
     rounds: int  # steps of the warpgroup
     gap: int = 0  # where eights of rows lie in two places by turns: from the first to the other
+    whole: int = 1  # sums begin at a multiple of so many steps
 
     @property
     def steps(self) -> int:
@@ -48,14 +51,27 @@ class Window(NamedTuple):
         return ROWS // EIGHT if self.run % EIGHT == 0 else ROWS
 
     @property
+    def entries(self) -> int:
+        """Scales of a row that a window holds."""
+        return self.steps * self.sums
+
+    @property
+    def line(self) -> int:
+        """Scales of a row that one copy may take: they lie beside each other in its matrix, too."""
+        beside = 1 if self.spans > 1 else self.sums
+        if self.spans == self.turns == 1:
+            beside = math.gcd(self.entries, self.whole * self.sums)
+        return math.gcd(LINE, beside)
+
+    @property
     def stride(self) -> int:
-        """From one scale of a row to the next: an odd number, for the banks of shared memory."""
-        return self.units + 1
+        """From one row to the next: an odd number of lines, for the banks of shared memory."""
+        return self.line * (-(-self.entries // self.line) | 1)
 
     @property
     def size(self) -> int:
         """Numbers of 4 bytes that a window takes in shared memory."""
-        return self.steps * self.sums * self.stride
+        return self.units * self.stride
 
     def fill(self, index: Index, start: Index, first: Array, *kept: tuple[Ref, Ref]) -> None:
         """Reads what the steps from `index` on need.
@@ -83,12 +99,13 @@ class Window(NamedTuple):
         @mosaic.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())), return_type=out)
         def load(_: Any, held: ir.Value, entry: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
             kind, each = layout.to_mgpu(), _number(ROWS // self.units)
-            begin = arith.muli(_index(entry), _number(self.stride))
+            begin, stride = _index(entry), _number(self.stride)
             registers = np.empty(kind.registers_shape((ROWS,)), dtype=object)
             for at, (row,) in zip(
                 np.ndindex(registers.shape), kind.thread_idxs((ROWS,)), strict=True
             ):
-                value = memref.load(held, [arith.addi(begin, arith.divui(row, each))])
+                place = arith.addi(begin, arith.muli(arith.divui(row, each), stride))
+                value = memref.load(held, [place])
                 registers[at] = vector.broadcast(ir.VectorType.get((1,), value.type), value)
             return mgpu.FragmentedArray(_registers=registers, _layout=kind, _is_signed=None)
 
@@ -96,8 +113,9 @@ class Window(NamedTuple):
 
     def _copy(self, step: Index, first: Array, ref: Ref, held: Ref) -> None:
         """Reads a window; `step`: which of all its first is."""
-        scalar, entries = plgpu.Layout.WG_SPLAT(()), self.steps * self.sums
-        total, powers = entries * self.units, ref.dtype == jnp.uint8
+        scalar, powers = plgpu.Layout.WG_SPLAT(()), ref.dtype == jnp.uint8
+        num = math.gcd(self.line, ref.shape[1]) if ref.dtype == jnp.float32 else 1
+        copies = self.entries // num  # of a row
 
         @mosaic.inline_mgpu(arg_types=(*[plgpu.RefType()] * 2, scalar, scalar))
         def copy(
@@ -108,14 +126,15 @@ class Window(NamedTuple):
             start, row = _index(step), _index(first)
             mgpu.warpgroup_barrier()  # the old scales may be overwritten
             # Unrolled it would need registers that sums are in.
-            loop = scf.ForOp(thread, _number(total), _number(utils.WARPGROUP_SIZE))
+            total = _number(copies * self.units)
+            loop = scf.ForOp(thread, total, _number(utils.WARPGROUP_SIZE))
             with ir.InsertionPoint(loop.body):
                 number = loop.induction_variable
-                unit = arith.divui(number, _number(entries))
-                entry = arith.remui(number, _number(entries))
-                place = self._place(ref, start, row, unit, entry)
-                to = arith.addi(arith.muli(entry, _number(self.stride)), unit)
-                _move(ref, place, held, to, powers)
+                unit = arith.divui(number, _number(copies))
+                entry = arith.muli(arith.remui(number, _number(copies)), _number(num))
+                place = self._place(ref, start, row, unit, entry, num)
+                to = arith.addi(arith.muli(unit, _number(self.stride)), entry)
+                _move(ref, place, held, to, num, powers)
                 scf.yield_([])
             _tell("cp.async.wait_all;")
             mgpu.warpgroup_barrier()
@@ -123,9 +142,10 @@ class Window(NamedTuple):
         copy(ref, held, step, first)
 
     def _place(
-        self, ref: ir.Value, start: ir.Value, first: ir.Value, unit: ir.Value, entry: ir.Value
-    ) -> list[ir.Value]:
-        """Returns where a scale lies in its matrix, at the last ones for those that are none."""
+        self, ref: ir.Value, start: ir.Value, first: ir.Value, unit: ir.Value, entry: ir.Value,
+        num: int,
+    ) -> list[ir.Value]:  # fmt: skip
+        """Returns where `num` scales lie in their matrix, the last ones for those that are none."""
         rows, columns = ir.MemRefType(ref.type).shape
         row = arith.muli(unit, _number(ROWS // self.units))
         if self.gap:
@@ -139,11 +159,14 @@ class Window(NamedTuple):
         step = arith.addi(start, arith.muli(turn, _number(self.turns)))
         column = arith.muli(arith.divui(step, _number(self.spans)), _number(self.sums))
         column = arith.addi(column, arith.remui(entry, _number(self.sums)))
-        return [arith.minui(at, _number(size - 1)) for at, size in ((row, rows), (column, columns))]
+        ends = (row, rows - 1), (column, columns - num)
+        return [arith.minui(at, _number(last)) for at, last in ends]
 
 
-def _move(ref: ir.Value, place: list[ir.Value], held: ir.Value, to: ir.Value, powers: bool) -> None:
-    """Copies one number; in bytes there are integers, or exponents of `powers` of two."""
+def _move(
+    ref: ir.Value, place: list[ir.Value], held: ir.Value, to: ir.Value, num: int, powers: bool
+) -> None:
+    """Copies `num` numbers; in bytes there are integers, or exponents of `powers` of two."""
     f32 = ir.F32Type.get()
     if ir.MemRefType(ref.type).element_type != f32:
         value = memref.load(ref, place)
@@ -157,7 +180,7 @@ def _move(ref: ir.Value, place: list[ir.Value], held: ir.Value, to: ir.Value, po
     target = _address(held, to, _I32(), i64)
     nothing = ir.Type.parse("!llvm.void")
     mosaic.inline_asm(
-        nothing, [target, source], "cp.async.ca.shared.global [$0], [$1], 4;", "r,l",
+        nothing, [target, source], f"cp.async.ca.shared.global [$0], [$1], {4 * num};", "r,l",
         has_side_effects=True,
     )  # fmt: skip
 
