@@ -1,8 +1,6 @@
 """What vLLM 0.23.0 gets wrong in sampling, and we do not; each docstring says what vLLM does."""
 
-from collections.abc import Iterator
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +16,7 @@ from jaxrunner.sampling.seed import ACCEPT, DRAFT, TARGET, noise
 from jaxrunner.sampling.top_k_top_p import top_k_top_p
 from jaxrunner.types import Requests, SamplingMetadata, State
 from tests.support import rules, tiny
+from tests.support.jaxprs import equations
 from tests.support.rules import Row
 
 V = 61
@@ -116,15 +115,6 @@ def abstract_draw(B: int, J: int, size: int):
     draw = functools.partial(step.draw, program=program, size=SampleSize(B, True, 20))
     args = logits, state, pytree.abstract(SamplingMetadata, dims), mask
     return jax.eval_shape(draw, *args), jax.make_jaxpr(draw)(*args).jaxpr
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations of a program, those of its functions and branches too."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            yield from equations(inner) if hasattr(inner, "eqns") else ()
 
 
 def test_no_index_counts_the_logits_of_all_rows():

@@ -1,6 +1,5 @@
 """Rows that devices share out to sample: what they exchange, and that all get the same back."""
 
-from collections.abc import Iterator
 import functools
 import math
 from typing import Any
@@ -25,6 +24,7 @@ from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import logits_fn, with_logits_fn
 from jaxrunner.speculators.ngram import ngram
 from tests.support import tiny
+from tests.support.jaxprs import equations
 from tests.support.lowering import compiled_by, compiles
 
 
@@ -91,17 +91,6 @@ def spec_of(key: Key, rules_: Any = RULES, speculator: Any = None) -> Any:
     engine = tiny.engine_config(dtype="bfloat16", kv_dtype="bfloat16")
     built = build(model, config, engine, params, rules=rules_)
     return program_spec(built.program, params, key)
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields all equations of a jaxpr, those of inner ones too."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jax.tree.leaves(
-            [*eqn.params.values()], is_leaf=lambda x: hasattr(x, "jaxpr") or hasattr(x, "eqns")
-        ):
-            if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
-                yield from equations(getattr(inner, "jaxpr", inner))
 
 
 def on_a_device(spec: Any) -> list[Any]:
