@@ -43,7 +43,7 @@ class Form(NamedTuple):
     stages: int
     turns: int = 1  # warpgroups that have the same rows, and steps by turns
     paired: bool = False  # tokens are pairs of fp8, weights fp8 too
-    at_once: int = 1  # sums of a step that tensor cores have to do, so that one need not wait
+    at_once: int = 1  # sums of a step whose products are in flight together
 
     @property
     def sums(self) -> int:
