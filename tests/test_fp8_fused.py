@@ -128,7 +128,6 @@ def test_other_norms_are_refused(x: tuple[int, int], weight: int, words: str):
 
 BLOCKS = mlp_weights(BOTH_IN_BLOCKS)
 WITH_BIAS = replace(BLOCKS[0], bias=shaped(2, 14336))
-BOTH = "two products in fp8"
 BY_TOKEN = Scheme(FP8, activation=Activation(FP8))
 
 
@@ -136,8 +135,8 @@ BY_TOKEN = Scheme(FP8, activation=Activation(FP8))
 @pytest.mark.parametrize(
     ("tokens", "gate_up", "down", "names"),
     [
-        (64, *BLOCKS, ("add_norm_fp8", BOTH)),
-        (8192, *BLOCKS, ("add_norm_fp8", BOTH)),
+        (64, *BLOCKS, ("add_norm_fp8", "two products in fp8")),
+        (8192, *BLOCKS, ("add_norm_fp8", "two products in fp8")),
         (8, *BLOCKS, ("add_rms_norm", "two products")),
         (64, WITH_BIAS, BLOCKS[1], ("add_norm_fp8", "two products, units in fp8")),
         (64, BLOCKS[0], mlp_weights(BY_TOKEN)[1], ("add_norm_fp8", "two products")),

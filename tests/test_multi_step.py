@@ -1,19 +1,18 @@
 """Several decode steps of one launch, by an engine."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxrunner.api.sampling_params import SamplingParams
 from jaxrunner.device import multi_step as device
+from jaxrunner.device.program_key import Key
 from jaxrunner.device.program_spec import program_spec
 from jaxrunner.engine.engine import Engine
 from jaxrunner.models.llama import llama
 from jaxrunner.program.bucket import MultiStepBucket, SampleSize
-from jaxrunner.programs.program_table import Key
 from tests.support import tiny
+from tests.support.jaxprs import traced
 from tests.support.tiny import poisoned
 from tests.support.tiny_engine import PROMPTS, engine, run
 
@@ -66,11 +65,8 @@ def test_the_condition_of_the_loop_computes():
     e = engine(num_decode_steps=4)
     key = Key("multi_step", MultiStepBucket(4, SampleSize(5)))
     spec = program_spec(e.runner.program, e.runner.params_spec, key)
-    run = functools.partial(spec.function, **dict(spec.static))
     conditions = [
-        eqn.params["cond_jaxpr"].jaxpr
-        for eqn in jax.make_jaxpr(run)(*spec.args).eqns
-        if eqn.primitive.name == "while"
+        eqn.params["cond_jaxpr"].jaxpr for eqn in traced(spec).eqns if eqn.primitive.name == "while"
     ]
     assert conditions and all(condition.eqns for condition in conditions)
 

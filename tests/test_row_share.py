@@ -1,6 +1,5 @@
 """Rows that devices share out to sample: what they exchange, and that all get the same back."""
 
-import functools
 import math
 from typing import Any
 
@@ -24,7 +23,7 @@ from jaxrunner.sampling import RULES
 from jaxrunner.sampling.custom import logits_fn, with_logits_fn
 from jaxrunner.speculators.ngram import ngram
 from tests.support import tiny
-from tests.support.jaxprs import equations
+from tests.support.jaxprs import equations, traced
 from tests.support.lowering import compiled_by, compiles
 
 
@@ -95,9 +94,8 @@ def spec_of(key: Key, rules_: Any = RULES, speculator: Any = None) -> Any:
 
 def on_a_device(spec: Any) -> list[Any]:
     """Returns the equations that each device runs."""
-    run = functools.partial(spec.function, **dict(spec.static))
     (mapped,) = [
-        eqn for eqn in equations(jax.make_jaxpr(run)(*spec.args).jaxpr)
+        eqn for eqn in equations(traced(spec))
         if eqn.primitive.name == "shard_map"
     ]  # fmt: skip
     return [*equations(mapped.params["jaxpr"])]

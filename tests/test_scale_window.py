@@ -11,7 +11,7 @@ SIZES = list(itertools.product((1, 8, 128), (1, 2, 4), (1, 2), (1, 2, 4), (1, 3,
 
 @pytest.mark.parametrize(("run", "sums", "spans", "turns", "rounds"), SIZES)
 def test_lines_of_scales_fill_rows_that_lie_in_banks_of_their_own(run, sums, spans, turns, rounds):
-    window = Window(run, sums, spans, turns, rounds, whole=rounds * turns)
+    window = Window(run, sums, spans, turns, rounds)
     line, stride, entries = window.line, window.stride, window.entries
     assert LINE % line == entries % line == stride % line == 0 and stride >= entries
     # A warp reads one number of eight rows at a time; memory has 32 banks of 4 bytes.
@@ -28,6 +28,6 @@ def _column(window: Window, index: int, entry: int) -> int:
 
     The warpgroup's first step is the second part's, or the one behind it.
     """
-    start = window.whole + min(window.turns - 1, 1) + index * window.turns
+    start = window.rounds * window.turns + min(window.turns - 1, 1) + index * window.turns
     step = start + entry // window.sums * window.turns
     return step // window.spans * window.sums + entry % window.sums

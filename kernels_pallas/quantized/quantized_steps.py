@@ -92,7 +92,7 @@ class Steps(NamedTuple):
         """Scales that a warpgroup has in shared memory."""
         spans = max(1, self.group // self.terms)
         rounds = -(-self.steps // self.turns) if self.group else 1
-        return Window(self.run, self.sums, spans, self.turns, rounds, self.gap, self.steps)
+        return Window(self.run, self.sums, spans, self.turns, rounds, self.gap)
 
 
 def unlike(E: int, F: int, scale: tuple[int, ...], code: str) -> str | None:

@@ -58,8 +58,7 @@ class Form(NamedTuple):
     @property
     def window(self) -> Window:
         """Scales that a warpgroup has in shared memory."""
-        rounds = self.steps // self.turns
-        return Window(self.run, self.sums, self.spans, self.turns, rounds, whole=self.steps)
+        return Window(self.run, self.sums, self.spans, self.turns, self.steps // self.turns)
 
     @property
     def kept(self) -> int:

@@ -44,6 +44,7 @@ from jaxrunner.kernels_pallas.stores import put, put_all_transposed, put_transpo
 from jaxrunner.types import Array
 
 MAX_TOKENS = 256
+AT_ONCE = 64  # tokens of which two warpgroups' registers hold two sums, beside their total
 TERMS = 128  # of pairs, that tensor cores sum up before these sums are multiplied with scales
 # Of a thread that computes, by warpgroups that do, and of one that copies.
 REGISTERS = {1: (232, 40), 2: (232, 40), 3: (152, 40), 4: (112, 32)}
@@ -169,7 +170,7 @@ def _fit(
     if stages < 2 or stages < c.turns or steps % c.turns:
         return f"wants fewer tokens at a time, got {tokens}"
     items = tiles // c.cluster * c.parts * chunks
-    two = OWN_REGISTERS and c.groups * c.turns <= 2 and tokens <= ROWS and form.sums % 2 == 0
+    two = OWN_REGISTERS and c.groups * c.turns <= 2 and tokens <= AT_ONCE and form.sums % 2 == 0
     form = form._replace(stages=stages, at_once=2 if two else 1)
     return _Static(form, chunks, tiles, min(items, c.num_ctas // c.cluster), items, c)
 

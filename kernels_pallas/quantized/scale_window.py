@@ -36,9 +36,8 @@ class Window(NamedTuple):
     sums: int  # of a step, each of which has a scale of its own
     spans: int  # steps that share a scale
     turns: int  # from one step of the warpgroup to its next
-    rounds: int  # steps of the warpgroup
+    rounds: int  # steps of the warpgroup: with one turn, sums begin at a multiple of them
     gap: int = 0  # where eights of rows lie in two places by turns: from the first to the other
-    whole: int = 1  # sums begin at a multiple of so many steps
 
     @property
     def steps(self) -> int:
@@ -60,7 +59,7 @@ class Window(NamedTuple):
         """Scales of a row that one copy may take: they lie beside each other in its matrix, too."""
         beside = 1 if self.spans > 1 else self.sums
         if self.spans == self.turns == 1:
-            beside = math.gcd(self.entries, self.whole * self.sums)
+            beside = math.gcd(self.entries, self.rounds * self.sums)
         return math.gcd(LINE, beside)
 
     @property

@@ -1,9 +1,15 @@
 """What a traced program does."""
 
 from collections.abc import Iterator
+import functools
 from typing import Any
 
 import jax
+
+
+def traced(spec: Any) -> Any:
+    """Returns the program of a spec as a jaxpr."""
+    return jax.make_jaxpr(functools.partial(spec.function, **dict(spec.static)))(*spec.args).jaxpr
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
