@@ -147,10 +147,10 @@ def put_columns(x: Array, ref: Ref, num: Array) -> None:
     write(x, ref, num)
 
 
-def put_transposed(x: Array, ref: Ref) -> None:
+def put_transposed(x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA) -> None:
     """Writes the first rows and columns of x from registers as columns and rows of ref."""
 
-    @mosaic.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    @mosaic.inline_mgpu(arg_types=(layout, plgpu.RefType()))
     def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value) -> None:
         sizes = [mgpu.c(n, ir.IndexType.get()) for n in ir.MemRefType(ref.type).shape]
         for row, column, value in _elements(x):
@@ -164,19 +164,21 @@ def put_transposed(x: Array, ref: Ref) -> None:
     write(x, ref)
 
 
-def put_all_transposed(x: Array, ref: Ref) -> None:
-    """Writes x, [64, n], from registers as columns of ref, [n, 64]."""
+def put_all_transposed(x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA) -> None:
+    """Writes x, [64, n], or [32, n] of which each warp has eight rows, from registers as columns of
+    ref, [n, 64 or 32]."""
+    eights = x.shape[0] // 32  # of rows, of each of which a thread has one
 
-    @mosaic.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    @mosaic.inline_mgpu(arg_types=(layout, plgpu.RefType()))
     def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value) -> None:
         index = ir.IndexType.get()
         row, column = next(iter(x.layout.thread_idxs(x.shape)))
         for i, pair in enumerate(x.registers.flat):
-            # A thread has numbers in two rows, eight apart, by turns, and in every fourth pair.
-            mine = arith.addi(row, mgpu.c(8 * (i % 2), index))
+            # A thread has numbers of its rows by turns, and of every fourth pair.
+            mine = arith.addi(row, mgpu.c(8 * (i % eights), index))
             for j in range(2):
                 value = vector.extract(pair, dynamic_position=[], static_position=[j])
-                at = arith.addi(column, mgpu.c(8 * (i // 2) + j, index))
+                at = arith.addi(column, mgpu.c(8 * (i // eights) + j, index))
                 memref.store(value, ref, [at, mine])
 
     write(x, ref)

@@ -28,6 +28,7 @@ from jaxrunner.quantization.scheme import CODES, Activation, Scheme
 from tests.support.lowering import cuda, lowers
 from tests.support.quantized_shapes import BOTH_IN_BLOCKS, FP8, mlp_weights, shaped, weights
 
+UNITS: dict[str, Any] = dict(activation="silu")
 BLOCKS, FOUR = Scheme(FP8, (128, 128)), Scheme("int4", (1, 128), has_zero=True)
 DYNAMIC = Scheme(FP8, activation=Activation(FP8))
 Three = tuple[Any, Any, Any]
@@ -222,15 +223,18 @@ def test_the_kernel_refuses_in_words(x, weight, scale, code, words):
         (shaped(64, 256), (192, 256), (2, 2), FP8, {}, "outputs of 256, got 256 and 192"),
         (shaped(64, 256), (256, 256), (2, 8), FP8, {}, "scales of runs that divide 128"),
         (shaped(256, 256), (256, 256), (2, 2), FP8, dict(parts=2), "fewer tokens at a time"),
+        (shaped(2, 64, 256), (256, 256), (2, 2), FP8, UNITS, "bfloat16 .* gates, got pairs"),
+        (shaped(64, 256), (256, 256), (2, 2), FP8, UNITS | dict(parts=2), "whole sums .* parts=2"),
+        (shaped(64, 256), (256, 256), (2, 2), FP8, dict(activation="relu"), "wants one of .*relu"),
     ],
 )
 def test_the_kernel_of_tiles_refuses_in_words(x, weight, scale, code, sizes, words):
     weight, scale = shaped(*weight, dtype=jnp.float8_e4m3fn), shaped(*scale, dtype=jnp.float32)
-    config = TuningConfig(**sizes)
+    rest = dict(sizes)
+    how: Any = dict(code=code, activation=rest.pop("activation", None))
+    run = functools.partial(quantized_tile, config=TuningConfig(**rest), **how)
     with pytest.raises(ValueError, match=f"quantized_tile .*{words}"):
-        jax.eval_shape(
-            lambda *args: quantized_tile(*args, code=code, config=config), x, weight, scale
-        )
+        jax.eval_shape(run, x, weight, scale)
 
 
 @lowers
@@ -242,6 +246,11 @@ def test_the_kernel_of_tiles_refuses_in_words(x, weight, scale, code, sizes, wor
         (32, Scheme("int8"), "quantized_mlp"),
         (32, Scheme("int4", (1, 128)), "two products"),
         (64, BLOCKS, "two products, units as pairs"),
+        (64, Scheme("int4", (1, 128)), "quantized_tile of units"),
+        (128, Scheme("int4", (1, 128), has_order=True), "quantized_tile of units"),
+        (256, Scheme("int8"), "quantized_tile of units"),
+        (64, FOUR, "two products"),
+        (64, DYNAMIC, "two products"),
         (8, FOUR, "two products"),
         (8, DYNAMIC, "two products"),
     ],
@@ -254,7 +263,7 @@ def test_the_mlp_of_few_tokens_is_one_kernel(tokens, scheme, name):
             shaped(tokens, 4096), *mlp_weights(scheme),
         )  # fmt: skip
     assert next(one.name for one in found if one.operation == "mlp") == name
-    assert y.shape == (8, tokens, 4096) or "two products" in name
+    assert y.shape == (8, tokens, 4096) or name != "quantized_mlp"
 
 
 @lowers

@@ -159,6 +159,18 @@ def _refuses_glu(
     return matmul.refuses(x, gate_up.weight)
 
 
+def _tiles_mlp(
+    x: Array, gate_up: QuantizedLinear, down: Weights, activation: str, note: Note
+) -> Array:
+    return project(quantized_products.units(x, gate_up, activation), down, note=note)
+
+
+def _refuses_tiles(
+    x: Array, gate_up: Weights, down: Weights, activation: str, note: Note
+) -> str | None:
+    return quantized_products.refuses_units(x, gate_up, activation)
+
+
 def _by_units(
     name: str, of_gates: Callable[[Array, QuantizedLinear], Array],
     refuses_gates: Callable[[Array, Weights, str], str | None],
@@ -194,6 +206,7 @@ BESIDE_EXPERTS = (
     banded_products.MLP,
     _by_units("in fp8", fp8_products.of_gates, fp8_products.refuses_gates),
     _by_units("as pairs", paired_products.of_gates, paired_products.refuses_gates),
+    Operation("quantized_tile of units", _tiles_mlp, _refuses_tiles),
     Operation("two products", _two_products),
 )
 MLP = (

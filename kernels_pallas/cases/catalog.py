@@ -190,6 +190,10 @@ TESTS: tuple[Case, ...] = (
     quantized_tiles(128, 1024, 512, "float4_e2m1fn", group=256, exact=True, cluster=1),
     quantized_tiles(64, 10240, 512, "int4", group=128, groups=2, terms=256, exact=True),
     quantized_tiles(64, 3072, 256, "int8", group=64, groups=1, turns=2, terms=256, exact=True),
+    quantized_tiles(64, 1024, 1024, "int4", group=128, groups=4, exact=True, activation="silu"),
+    quantized_tiles(64, 4608, 768, "float8_e4m3fn", run=64, group=128, groups=2, terms=256,
+                    exact=True, cluster=1, activation="gelu_tanh"),
+    quantized_tiles(128, 1024, 256, "int8", groups=1, turns=2, activation="silu"),
     quantized_tiles(256, 1024, 2048, "float8_e4m3fn", run=128, group=128, terms=64, num_ctas=6),
     quantized_tiles(256, 1024, 128, "int8", groups=1, turns=2, terms=64, tokens=128),
     *FP8,
@@ -235,6 +239,7 @@ BENCH: tuple[Case, ...] = (
     *(fitted_tiles(T, E, F, code, run, in_parts=E == 14336 or F == 4096) for code, run in
       (("float8_e4m3fn", 128), ("int4", 1))
       for E, F in ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)) for T in (64, 256)),
+    *(fitted_tiles(T, 4096, 28672, "int4", 1, activation="silu") for T in (64, 256)),
     *BENCH_FP8,
     *BENCH_PAIRS,
     *BENCH_BANDS,

@@ -38,21 +38,27 @@ def quantized_products(
 
 
 def quantized_tiles(
-    T: int, E: int, F: int, code: str, *, run: int = 1, group: int = 0, **sizes: Any
-) -> Case:
-    """T tokens times a weight, as above, in tiles of the sizes of a TuningConfig."""
+    T: int, E: int, F: int, code: str, *, run: int = 1, group: int = 0,
+    activation: str | None = None, **sizes: Any,
+) -> Case:  # fmt: skip
+    """T tokens times a weight, as above, in tiles of the sizes of a TuningConfig.
+
+    With an activation half of the F outputs are gates of the others.
+    """
     config = TuningConfig(**sizes)
     make = functools.partial(few_bits, T, E, F, code, run, group or E, False)
 
     def run_it(x: Array, weight: Array, scale: Array) -> Array:
         if config.parts == 1:
-            return quantized_tile(x, weight, scale, code=code, config=config)
+            return quantized_tile(x, weight, scale, config=config, **options)
         wide: Any = dict(dtype=jnp.float32, config=config)
-        return quantized_tile(x, weight, scale, code=code, **wide).sum(0).astype(x.dtype)
+        return quantized_tile(x, weight, scale, **wide, **options).sum(0).astype(x.dtype)
 
+    options: Any = dict(code=code, activation=activation)
     told = ", ".join(f"{key} {value}" for key, value in sizes.items())
-    name, amount = f"{T} x {E} x {F}, {code}, {told}", E * F / widen.PACKED[code]
-    return Case("quantized_tile", name, make, run_it, amount, "TB/s", dict(code=code))
+    units = f", units of {activation}" if activation else ""
+    name, amount = f"{T} x {E} x {F}, {code}, {told}{units}", E * F / widen.PACKED[code]
+    return Case("quantized_tile", name, make, run_it, amount, "TB/s", options)
 
 
 def quantized_mlps(T: int, E: int, F: int, code: str, *, run: int = 1, group: int = 0) -> Case:
@@ -70,17 +76,23 @@ def quantized_mlps(T: int, E: int, F: int, code: str, *, run: int = 1, group: in
     return Case("quantized_mlp", name, make, run_it, amount, "TB/s", dict(code=code))
 
 
-def fitted_tiles(T: int, E: int, F: int, code: str, run: int, *, in_parts: bool) -> Case:
+def fitted_tiles(
+    T: int, E: int, F: int, code: str, run: int, *, in_parts: bool = False,
+    activation: str | None = None,
+) -> Case:  # fmt: skip
     """T tokens times a weight, with groups of 128, in tiles of the sizes that `fit` finds."""
 
     def run_it(x: Array, weight: Array, scale: Array) -> Array:
-        y = quantized_fit.multiply(x, weight, scale, code=code, in_parts=in_parts)
+        y = quantized_fit.multiply(x, weight, scale, in_parts=in_parts, **options)
         return y.sum(0).astype(x.dtype) if in_parts else y
+
+    options: Any = dict(code=code, activation=activation)
 
     make = functools.partial(few_bits, T, E, F, code, run, 128, False)
     name = f"{T} x {E} x {F}, {code}, fitted" + ", parts" * in_parts
+    name += f", units of {activation}" if activation else ""
     amount = E * F / widen.PACKED[code]
-    return Case("quantized_tile", name, make, run_it, amount, "TB/s", dict(code=code))
+    return Case("quantized_tile", name, make, run_it, amount, "TB/s", options)
 
 
 def few_bits(

@@ -216,6 +216,11 @@ def activate(y: Array, activation: str) -> Array:
     """Returns the units of a gated MLP, [ROWS, n], of its two products side by side."""
     n = y.shape[1] // 2
     gate, up = (lax.slice(y, (0, i * n), (ROWS, (i + 1) * n)) for i in range(2))
+    return gated(gate, up, activation)
+
+
+def gated(gate: Array, up: Array, activation: str) -> Array:
+    """Returns the units of a gated MLP (arXiv:2002.05202)."""
     inner = gate
     if activation == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2 z
         inner = gate * (2 * math.sqrt(2 / math.pi)) * (1 + 0.044715 * gate * gate)

@@ -75,8 +75,9 @@ RULES = (
 
 
 def fit(
-    x: Shaped, weight: Shaped, scale: Shaped, code: str, *, in_parts: bool = False
-) -> TuningConfig | str:
+    x: Shaped, weight: Shaped, scale: Shaped, code: str, *, in_parts: bool = False,
+    activation: str | None = None,
+) -> TuningConfig | str:  # fmt: skip
     """Returns the sizes for x, [T, E], or pairs, [2, T, E], weight, [F, E / packed], and scale,
     [F / run, G].
 
@@ -93,7 +94,7 @@ def fit(
         for c in sizes
         if c.terms <= TERMS or c.terms >= 2 * group or c is LARGEST
     ]
-    reasons = [quantized_tile.refuses(x, weight, scale, code, c) for c in found]
+    reasons = [quantized_tile.refuses(x, weight, scale, code, c, activation) for c in found]
     served = [c for c, reason in zip(found, reasons, strict=True) if reason is None]
     if not served:
         return str(reasons[-1])
@@ -118,16 +119,16 @@ def _longest(T: int, F: int, c: TuningConfig) -> float:
 
 def multiply(
     x: Array, weight: Array, scale: Array, x_scale: Array | None = None, *, code: str,
-    in_parts: bool = False, dtype: Any = None,
+    in_parts: bool = False, dtype: Any = None, activation: str | None = None,
 ) -> Array:  # fmt: skip
     """Returns what `quantized_tile` does, with the sizes that `fit` finds.
 
     Raises:
       ValueError: what `fit` says.
     """
-    c = fit(x, weight, scale, code, in_parts=in_parts)
+    c = fit(x, weight, scale, code, in_parts=in_parts, activation=activation)
     if isinstance(c, str):
         raise ValueError(f"quantized_tile {c}")
     wide = jnp.dtype(jnp.float32) if in_parts else dtype
-    how: Any = dict(code=code, dtype=wide, config=c)
+    how: Any = dict(code=code, dtype=wide, activation=activation, config=c)
     return quantized_tile.quantized_tile(x, weight, scale, x_scale, **how)

@@ -24,7 +24,7 @@ from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Layout, Ref
 from jaxrunner.kernels_pallas.products.matmul import ROWS
 from jaxrunner.kernels_pallas.quantized import widen, widen_tile
-from jaxrunner.kernels_pallas.quantized.scale_window import Window
+from jaxrunner.kernels_pallas.quantized.scale_window import Window, by_turns
 from jaxrunner.types import Array
 
 PIECE = 64  # terms of a product: 128 bytes of tokens, the widest swizzle
@@ -44,6 +44,7 @@ class Form(NamedTuple):
     turns: int = 1  # warpgroups that have the same rows, and steps by turns
     paired: bool = False  # tokens are pairs of fp8, weights fp8 too
     at_once: int = 1  # sums of a step whose products are in flight together
+    gap: int = 0  # rows from gates to what they gate, whose eights are by turns; 0: there are none
 
     @property
     def sums(self) -> int:
@@ -58,7 +59,8 @@ class Form(NamedTuple):
     @property
     def window(self) -> Window:
         """Scales that a warpgroup has in shared memory."""
-        return Window(self.run, self.sums, self.spans, self.turns, self.steps // self.turns)
+        rounds = self.steps // self.turns
+        return Window(self.run, self.sums, self.spans, self.turns, rounds, self.gap)
 
     @property
     def kept(self) -> int:
@@ -112,7 +114,7 @@ def rounded(f: Form, held: Held, of: Sum) -> Array:
         _fill(f, held, of, 0)
     y = pl.run_scoped(multiply, mosaic.ACC((ROWS, f.tokens), jnp.float32))
     if not f.group:
-        whole = by_row(held.scale, of.first, f.run, jnp.int32(0), layout)
+        whole = by_row(held.scale, of.first, f.run, jnp.int32(0), layout, f.gap)
         return y * _wide(whole, f.tokens)
     return y if held.scale.dtype == jnp.uint8 else y * widen_tile.FACTOR[f.code]
 
@@ -212,7 +214,12 @@ def _read_step(f: Form, held: Held, group: Array, slot: Array) -> Callable[[int]
     """Waits for a step and reads the weights of a warpgroup; returns those of a piece."""
     mosaic.barrier_wait(held.full.at[slot])
     packed = widen.PACKED[f.code]
-    raw = widen_tile.load(held.w.at[slot, pl.ds(group * ROWS, ROWS)], packed)
+    if f.gap:
+        starts, num = (0, held.w.shape[1] // 2), ROWS // 2
+        halves = [held.w.at[slot, pl.ds(start + group * num, num)] for start in starts]
+        raw = widen_tile.load_by_turns(halves, packed)
+    else:
+        raw = widen_tile.load(held.w.at[slot, pl.ds(group * ROWS, ROWS)], packed)
     size = PIECE // packed
     return lambda j: lax.slice(raw, (0, j * size), (ROWS, (j + 1) * size))
 
@@ -233,10 +240,10 @@ def _wide(rows: Array, columns: int) -> Array:
     return plgpu.layout_cast(wide, plgpu.Layout.WGMMA)
 
 
-def by_row(ref: Ref, first: Array, run: int, column: Array, layout: Layout) -> Array:
+def by_row(ref: Ref, first: Array, run: int, column: Array, layout: Layout, gap: int = 0) -> Array:
     """Reads what 64 rows from `first` on have in a column of ref, of which `run` share one.
 
-    layout: of the matrices, [64, n], whose rows they are.
+    layout: of the matrices, [64, n], whose rows they are; gap: as `by_turns` takes it.
     """
     layout = layout.reduce(1)
     dtype = ref.dtype
@@ -252,7 +259,7 @@ def by_row(ref: Ref, first: Array, run: int, column: Array, layout: Layout) -> A
         last = mgpu.c(ir.MemRefType(ref.type).shape[0] - 1, index)
         registers = np.empty(kind.registers_shape((ROWS,)), dtype=object)
         for at, (row,) in zip(np.ndindex(registers.shape), kind.thread_idxs((ROWS,)), strict=True):
-            row = arith.divui(arith.addi(start, row), mgpu.c(run, index))
+            row = arith.divui(arith.addi(start, by_turns(row, gap)), mgpu.c(run, index))
             value = memref.load(ref, [arith.minui(row, last), place])
             registers[at] = vector.broadcast(ir.VectorType.get((1,), value.type), value)
         signed = None

@@ -7,7 +7,8 @@ memory, step by step of the sum; the others widen 64 rows each in registers and 
 share what they read of the tokens. Scales are multiplied either with the widened weights, which
 rounds them to bfloat16 as plain JAX does, or with the sums of the terms that share one.
 A scale that all terms share is multiplied with their sum. Weights in fp8 are not widened where
-tokens come as pairs of fp8 numbers (`fp8_pairs`).
+tokens come as pairs of fp8 numbers (`fp8_pairs`). Of a gated MLP a warpgroup has eight gates and
+the eight rows that they gate by turns, so that both meet in a thread, and units alone are written.
 Weights are on their way before the kernel that makes the tokens has ended, so it must not be that
 kernel which makes the weights.
 """
@@ -27,9 +28,15 @@ from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.products import copies
 from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES
-from jaxrunner.kernels_pallas.products.matmul import COMPILER, ROWS
+from jaxrunner.kernels_pallas.products.matmul import (
+    COMPILER,
+    ROWS,
+    gated,
+    refuses_activation,
+)
 from jaxrunner.kernels_pallas.quantized import widen, widen_tile
 from jaxrunner.kernels_pallas.quantized.quantized_matmul import refuses_numbers
+from jaxrunner.kernels_pallas.quantized.quantized_steps import HALF, halves
 from jaxrunner.kernels_pallas.quantized.quantized_sums import (
     PIECE,
     Form,
@@ -75,6 +82,7 @@ class _Static(NamedTuple):
     clusters: int
     items: int  # of a cluster's work
     c: TuningConfig
+    activation: str | None  # of gates, which are the first half of the rows
 
     @property
     def T(self) -> int:
@@ -105,8 +113,18 @@ class _Static(NamedTuple):
         return self.c.terms if self.form.paired else PIECE
 
     @property
+    def halves(self) -> int:
+        """Copies of a step's weights: of gates, and of what they gate."""
+        return 1 if self.activation is None else 2
+
+    @property
     def rows(self) -> int:
         return self.c.groups * ROWS
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of a warpgroup's rows."""
+        return ROWS // self.halves
 
     @property
     def consumers(self) -> int:
@@ -118,15 +136,27 @@ class _Static(NamedTuple):
         return self.consumers - self.c.groups
 
 
-def refuses(x: Shaped, weight: Shaped, scale: Shaped, code: str, c: TuningConfig) -> str | None:
+def refuses(
+    x: Shaped, weight: Shaped, scale: Shaped, code: str, c: TuningConfig,
+    activation: str | None = None,
+) -> str | None:  # fmt: skip
     """Says why x, [T, E], or pairs, [2, T, E], weight, [F, E / packed], and scale, [F / run, G],
     are not served."""
+    if activation is not None and (reason := _refuses_gates(x, activation, c)) is not None:
+        return reason
     if x.ndim == 2 and (reason := refuses_numbers(x, scale, code, widen_tile.NUMBERS)) is not None:
         return reason
     if x.ndim == 3 and (reason := _refuses_pairs(x, scale, code, c)) is not None:
         return reason
-    fit = _fit(x.shape, weight.shape[0], scale.shape, code, c)
+    fit = _fit(x.shape, weight.shape[0], scale.shape, code, c, activation)
     return fit if isinstance(fit, str) else None
+
+
+def _refuses_gates(x: Shaped, activation: str, c: TuningConfig) -> str | None:
+    if x.ndim != 2 or c.parts > 1:
+        given = "pairs" if x.ndim == 3 else f"parts={c.parts}"
+        return f"wants tokens in bfloat16 and whole sums where it has gates, got {given}"
+    return refuses_activation(activation)
 
 
 def _refuses_pairs(x: Shaped, scale: Shaped, code: str, c: TuningConfig) -> str | None:
@@ -141,8 +171,9 @@ def _refuses_pairs(x: Shaped, scale: Shaped, code: str, c: TuningConfig) -> str 
 
 
 def _fit(
-    x: tuple[int, ...], F: int, scale: tuple[int, ...], code: str, c: TuningConfig
-) -> _Static | str:
+    x: tuple[int, ...], F: int, scale: tuple[int, ...], code: str, c: TuningConfig,
+    activation: str | None,
+) -> _Static | str:  # fmt: skip
     """Shares the work out, or says why it cannot."""
     T, E = x[-2:]
     # Of one token the copies read eight: what is not there is 0.
@@ -161,7 +192,7 @@ def _fit(
     steps = E // (c.terms * c.parts)
     form = Form(
         code, tokens, c.terms, steps, F // scale[0], group if scale[1] > 1 else 0, scale[1], 0,
-        c.turns, len(x) == 3,
+        c.turns, len(x) == 3, gap=0 if activation is None else F // 2,
     )  # fmt: skip
     left = SMEM_BYTES - c.groups * (c.turns - 1) * ROWS * tokens * 4 - 2048
     left -= c.groups * c.turns * form.kept * 4
@@ -172,16 +203,19 @@ def _fit(
     items = tiles // c.cluster * c.parts * chunks
     two = OWN_REGISTERS and c.groups * c.turns <= 2 and tokens <= AT_ONCE and form.sums % 2 == 0
     form = form._replace(stages=stages, at_once=2 if two else 1)
-    return _Static(form, chunks, tiles, min(items, c.num_ctas // c.cluster), items, c)
+    clusters = min(items, c.num_ctas // c.cluster)
+    return _Static(form, chunks, tiles, clusters, items, c, activation)
 
 
 def quantized_tile(
     x: Array, weight: Array, scale: Array, x_scale: Array | None = None, *, code: str,
-    dtype: Any = None, config: TuningConfig = TuningConfig(),
+    dtype: Any = None, activation: str | None = None, config: TuningConfig = TuningConfig(),
 ) -> Array:  # fmt: skip
     """Returns x, [T, E], times the weights: [T, F] in `dtype`, that of x if None.
 
-    With several parts, which are to be added up: [parts, T, F]. weight: [F, E] in 8 bits, or
+    With several parts, which are to be added up: [parts, T, F]. With an activation the first half
+    of the weights are gates of the others, and their units are returned: [T, F / 2]
+    (arXiv:2002.05202). weight: [F, E] in 8 bits, or
     [F, E / 2] with two numbers a byte, the first in the low half, of int4 8 more than the number.
     scale: float32 [F / run, E / group], of runs of rows and of terms. Or x, [2, T, E], and x_scale,
     [T], are what `fp8_pairs` returns.
@@ -189,12 +223,13 @@ def quantized_tile(
     Raises:
       ValueError: what `refuses` says.
     """
-    if why := refuses(x, weight, scale, code, config):
+    if why := refuses(x, weight, scale, code, config, activation):
         raise ValueError(f"quantized_tile {why}")
     T, F, c = x.shape[-2], weight.shape[0], config
-    s = _fit(x.shape, F, scale.shape, code, c)
+    s = _fit(x.shape, F, scale.shape, code, c, activation)
     assert isinstance(s, _Static) and (x_scale is not None) == s.form.paired
-    width, shape = c.terms // s.packed, (T, F) if c.parts == 1 else (c.parts, T, F)
+    width, F = c.terms // s.packed, F // s.halves
+    shape = (T, F) if c.parts == 1 else (c.parts, T, F)
     of_pairs = () if x_scale is None else (x_scale,)
     return plgpu.kernel(
         functools.partial(_kernel, s),
@@ -211,7 +246,7 @@ def quantized_tile(
                 (max(s.writers, 1), *((ROWS, s.T) if s.writers else (8, 8))), jnp.float32
             ),
             kept=plgpu.SMEM((s.consumers, 1, s.form.kept), jnp.float32),
-            full=plgpu.Barrier(num_arrivals=1 + s.pieces, num_barriers=s.stages),
+            full=plgpu.Barrier(num_arrivals=s.halves + s.pieces, num_barriers=s.stages),
             free=free_slots(s.stages, s.c.groups, s.c.cluster),
             told=plgpu.Barrier(num_arrivals=max(s.writers, 1)),
             read=plgpu.Barrier(num_arrivals=c.groups),
@@ -263,7 +298,7 @@ def _kernel(
 
         def one(r: Array, _: None) -> None:
             at = item(r)
-            first = (at.tile * s.c.groups + group) * ROWS
+            first = (at.tile * s.c.groups + group) * s.outputs
             mine = Sum(group, turn, r * s.steps, at.part * s.steps, first)
             y = (paired if of_pairs else exact if s.c.exact else rounded)(s.form, held, mine)
             for x_scale in of_pairs:
@@ -297,9 +332,12 @@ def _fetch(
 
     def weights(step: Index) -> None:
         (tile, _, _), n, slot = place(step)
-        width = s.c.terms // s.packed
-        source = w.at[pl.ds(tile * s.rows, s.rows), pl.ds(n * width, width)]
-        mosaic.copy_gmem_to_smem(source, w_smem.at[slot], full.at[slot])
+        width, num = s.c.terms // s.packed, s.rows // s.halves
+        for half in range(s.halves):
+            first = tile * num + half * s.form.gap
+            source = w.at[pl.ds(first, num), pl.ds(n * width, width)]
+            target = w_smem.at[slot, pl.ds(half * num, num)] if s.halves > 1 else w_smem.at[slot]
+            mosaic.copy_gmem_to_smem(source, target, full.at[slot])
 
     def tokens(step: Index) -> None:
         (_, _, chunk), n, slot = place(step)
@@ -354,6 +392,8 @@ def _finish(
             mosaic.barrier_arrive(read)
         target = out if len(out.shape) == 2 else out.at[at.part]
         num = min(s.T, target.shape[0])
-        outputs = target.at[pl.ds(at.chunk * s.T, num), pl.ds(first, ROWS)]
-        write = put_all_transposed if num == s.T else put_transposed
-        write(total.astype(out.dtype), outputs)
+        outputs = target.at[pl.ds(at.chunk * s.T, num), pl.ds(first, s.outputs)]
+        write, layout = put_all_transposed if num == s.T else put_transposed, plgpu.Layout.WGMMA
+        if s.activation is not None:
+            total, layout = gated(*halves(total), s.activation), HALF
+        write(total.astype(out.dtype), outputs, layout)

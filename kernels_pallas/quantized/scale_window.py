@@ -146,12 +146,7 @@ class Window(NamedTuple):
     ) -> list[ir.Value]:  # fmt: skip
         """Returns where `num` scales lie in their matrix, the last ones for those that are none."""
         rows, columns = ir.MemRefType(ref.type).shape
-        row = arith.muli(unit, _number(ROWS // self.units))
-        if self.gap:
-            eight, rest = (op(row, _number(EIGHT)) for op in (arith.divui, arith.remui))
-            pair, half = (op(eight, _number(2)) for op in (arith.divui, arith.remui))
-            row = arith.addi(rest, arith.muli(half, _number(self.gap)))
-            row = arith.addi(row, arith.muli(pair, _number(EIGHT)))
+        row = by_turns(arith.muli(unit, _number(ROWS // self.units)), self.gap)
         row = arith.addi(first, row)
         row = arith.divui(row, _number(self.run))
         turn = arith.divui(entry, _number(self.sums))
@@ -160,6 +155,19 @@ class Window(NamedTuple):
         column = arith.addi(column, arith.remui(entry, _number(self.sums)))
         ends = (row, rows - 1), (column, columns - num)
         return [arith.minui(at, _number(last)) for at, last in ends]
+
+
+def by_turns(row: ir.Value, gap: int) -> ir.Value:
+    """Returns where a row lies whose eights are in two places by turns, `gap` rows apart, in MLIR.
+
+    gap: 0 for rows that lie beside each other.
+    """
+    if not gap:
+        return row
+    eight, rest = (op(row, _number(EIGHT)) for op in (arith.divui, arith.remui))
+    pair, half = (op(eight, _number(2)) for op in (arith.divui, arith.remui))
+    row = arith.addi(rest, arith.muli(half, _number(gap)))
+    return arith.addi(row, arith.muli(pair, _number(EIGHT)))
 
 
 def _move(

@@ -18,12 +18,15 @@ import numpy as np
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import Layout, Ref
 from jaxrunner.kernels_pallas.quantized import widen
+from jaxrunner.kernels_pallas.quantized.quantized_steps import HALF
 from jaxrunner.types import Array
 
 # A thread has every fourth byte of two rows: two halves that lie beside each other.
 _BYTES: Layout = plgpu.Layout.TILED(
     plgpu.Tiling(((64, 4), (16, 4), (8, 4), (1,))), (-7,), (-3, -2), -1
 )
+# Each warp has eight of 32 rows.
+_HALF_BYTES: Layout = plgpu.Layout.TILED(plgpu.Tiling(((32, 4), (8, 4), (1,))), (-5,), (-3, -2), -1)
 # (the number's word, a multiply-add's operands or none) -> PTX for two bfloat16 numbers in a0
 _E4M3 = (
     "prmt.b32 a0, $1, 0, 0x9180;"  # each byte with its sign above
@@ -59,6 +62,25 @@ def load(ref: Ref, packed: int) -> Array:
     """Reads weights, [64, n] in bytes, `packed` numbers in each."""
     layout = plgpu.Layout.WGMMA if packed == 1 else _BYTES
     return mosaic.load(ref, layout=layout, optimized=False)
+
+
+def load_by_turns(refs: Sequence[Ref], packed: int) -> Array:
+    """Reads two [32, n] in bytes as [64, n], whose eights of rows are of both by turns."""
+    layout, half = (plgpu.Layout.WGMMA, HALF) if packed == 1 else (_BYTES, _HALF_BYTES)
+    [_, n] = refs[0].shape
+    out = plgpu.ShapeDtypeStruct((64, n), refs[0].dtype, layout=layout)
+
+    @mosaic.inline_mgpu(arg_types=(half, half), return_type=out)
+    def join(_: Any, *parts: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        kind = layout.to_mgpu()
+        # A thread has numbers in two rows, by turns.
+        registers = np.stack([part.registers.reshape(-1) for part in parts], 1)
+        registers = registers.reshape(kind.registers_shape(out.shape))
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=kind, _is_signed=parts[0].is_signed
+        )
+
+    return join(*[mosaic.load(ref, layout=half, optimized=False) for ref in refs])
 
 
 def split(scale: Array, code: str) -> tuple[Array, Array]:

@@ -157,12 +157,24 @@ def quantized_mlp(x, gate_up, gate_up_scale, down, down_scale, *, code):
     return units @ few_bits(down, down_scale, code=code).T
 
 
-quantized_tile, add_norm_pairs, add_norm_bands = quantized_matmul, add_rms_norm, add_rms_norm
+def quantized_tile(x, weight, scale, *, code, activation=None):
+    y = quantized_matmul(x, weight, scale, code=code)
+    if activation is None:
+        return y
+    gate, up = np.split(y, 2, -1)
+    return unit(gate, up, activation)
+
+
+add_norm_pairs = add_norm_bands = add_rms_norm
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def glu(x, gate_up, *, activation):
     gate, up = (matmul(x, part) for part in gate_up)
+    return unit(gate, up, activation)
+
+
+def unit(gate, up, activation):
     if activation == "gelu_tanh":
         inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
         return gate * (1 + np.tanh(inner)) / 2 * up
