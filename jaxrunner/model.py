@@ -134,7 +134,7 @@ class Ops:
         of what SiLU makes of the sums, [T, G, n] each.
     recur: (rule, inputs, cache, group) -> (out [T, heads, ...], cache). Carries the matrices of a
         `StateCache` on over tokens, as a `Recurrence` says.
-    linear: (x [T, *inputs], w) -> [T, *outputs]. x is `TokensInFp8` where an
+    linear: (x [T, *inputs], w) -> [T, *outputs]. x is `TokensForProducts` where an
         `add_norm` of the same operations made it so for w; so it may be for `mlp`.
     per_head: (axes, x [T, H, ...], w [outputs, H, inputs], part) -> an einsum with `part` of the
         outputs of weights that a class names as its `per_head`.
@@ -153,7 +153,7 @@ class Ops:
         or their dtype. With `one_more` norms are by 1 + weight, in float32. end: [E], weight of an
         RMSNorm of the residual before it is added; callers leave it out where there is none.
         readers: weights whose products, by `linear` or as `gate_up` of `mlp`, are all that reads
-        the norm, which may then be `TokensInFp8`; see `told_readers`.
+        the norm, which may then be `TokensForProducts`; see `told_readers`.
     batch: the step that they are of: each token's row and slot, each row's tokens and blocks; None
         for a trainer's.
     adapters: kernels of products with adapters.

@@ -147,8 +147,13 @@ def put_columns(x: Array, ref: Ref, num: Array) -> None:
     write(x, ref, num)
 
 
-def put_transposed(x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA) -> None:
-    """Writes the first rows and columns of x from registers as columns and rows of ref."""
+def put_transposed(
+    x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA, *, for_words: bool = False
+) -> None:
+    """Writes the first rows and columns of x from registers as columns and rows of ref.
+
+    for_words: as of `put_all_transposed`.
+    """
 
     @mosaic.inline_mgpu(arg_types=(layout, plgpu.RefType()))
     def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value) -> None:
@@ -159,14 +164,19 @@ def put_transposed(x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA) -> N
                 for pair in zip((column, row), sizes, strict=True)
             ]
             with mgpu.when(arith.andi(*inside)):
-                memref.store(value, ref, [column, row])
+                memref.store(value, ref, [column, _for_words(row) if for_words else row])
 
     write(x, ref)
 
 
-def put_all_transposed(x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA) -> None:
+def put_all_transposed(
+    x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA, *, for_words: bool = False
+) -> None:
     """Writes x, [64, n], or [32, n] of which each warp has eight rows, from registers as columns of
-    ref, [n, 64 or 32]."""
+    ref, [n, 64 or 32].
+
+    for_words: whether columns come in the order of `widen_tile.in_order`.
+    """
     eights = x.shape[0] // 32  # of rows, of each of which a thread has one
 
     @mosaic.inline_mgpu(arg_types=(layout, plgpu.RefType()))
@@ -179,9 +189,50 @@ def put_all_transposed(x: Array, ref: Ref, layout: Layout = plgpu.Layout.WGMMA) 
             for j in range(2):
                 value = vector.extract(pair, dynamic_position=[], static_position=[j])
                 at = arith.addi(column, mgpu.c(8 * (i // eights) + j, index))
-                memref.store(value, ref, [at, mine])
+                memref.store(value, ref, [at, _for_words(mine) if for_words else mine])
 
     write(x, ref)
+
+
+def put_for_words(layout: Layout, ref: Ref, x: Array) -> None:
+    """Writes x to ref, both [m, n] in 16 bits, in the order of `widen_tile.in_order`.
+
+    layout: of x, of which a thread has eight neighbours at a time.
+    """
+
+    @mosaic.inline_mgpu(arg_types=(layout, plgpu.RefType()))
+    def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value) -> None:
+        index, kind = ir.IndexType.get(), ir.MemRefType(ref.type).element_type
+        two = ir.VectorType.get((2,), kind)
+        for (row, column), eight in zip(
+            x.layout.thread_idxs(x.shape), x.registers.flat, strict=True
+        ):
+            first = _for_words(column)
+            for i in range(4):
+                pair = [
+                    vector.extract(eight, dynamic_position=[], static_position=[i + 4 * second])
+                    for second in range(2)
+                ]
+                at = arith.addi(first, mgpu.c(8 * i, index))
+                vector.store(vector.from_elements(two, pair), ref, [row, at])
+
+    write(x, ref)
+
+
+def _for_words(i: ir.Value) -> ir.Value:
+    """Returns the place of number i in the order of `widen_tile.in_order`. In MLIR."""
+    run, rest = _parts(i, 32)
+    thread, rest = _parts(rest, 8)
+    second, pair = _parts(rest, 4)
+    places = (run, 32), (pair, 8), (thread, 2), (second, 1)
+    terms = [arith.muli(n, mgpu.c(size, ir.IndexType.get())) for n, size in places]
+    return functools.reduce(arith.addi, terms)
+
+
+def _parts(i: ir.Value, size: int) -> tuple[ir.Value, ir.Value]:
+    """Returns which part of `size` i is in, and where in it."""
+    by = mgpu.c(size, ir.IndexType.get())
+    return arith.divui(i, by), arith.remui(i, by)
 
 
 def put_routed(x: Array, route: Array, ref: Ref, num: Array, first: Array) -> None:

@@ -24,7 +24,7 @@ from jaxrunner.models.sources import (
     packed_source,
     product_source,
 )
-from jaxrunner.ops.rounded_tokens import TokensInFp8, told_readers
+from jaxrunner.ops.rounded_tokens import TokensForProducts, told_readers
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array, Inputs
 
@@ -145,7 +145,7 @@ def layers(
         found |= {f"{name}.{i}": array for name, array in told.items()}
     if last == num:
         found[f"residual.{num}"] = x
-        if isinstance(h, TokensInFp8):  # nobody reads hidden states so
+        if isinstance(h, TokensForProducts):  # nobody reads hidden states so
             _, h = ops.add_norm(x, zeros, params.norm, eps)
     if unknown := sorted(set(extras) - set(found)):
         raise ValueError(f"extras {unknown} are none of these layers': take some of {[*found]}")

@@ -146,12 +146,14 @@ def test_what_runs_a_product_is_told_with_the_reason(tmp_path):
     reason = "wants weights that are Linear, got QuantizedLinear"
     known = (*quantized_products.WHOLE, *quantized_products.IN_PARTS, quantized_products.MLP)
     units = {f"two products, units {how}" for how in ("in fp8", "as pairs")}
-    own = {one.name for one in known} | units | {fp8_products.MLP.name, banded_products.MLP.name}
+    units |= {fp8_products.MLP.name, banded_products.MLP.name, "quantized_tile of units"}
+    own = {one.name for one in known} | units
     assert {why for one in found for name, why in one.refused.items() if name not in own} == {
         reason
     }
     assert list(found[0].refused) == [
-        "fp8_blocks", "fp8_blocks of pairs", "quantized_tile of pairs", "quantized_tile",
+        "fp8_blocks", "fp8_blocks of pairs", "quantized_tile of pairs",
+        "quantized_tile of words", "quantized_tile",
         "quantized_matmul", "fp8 product",
     ]  # fmt: skip
     assert found[0].refused["quantized_tile"] == "wants weights without zero points"

@@ -26,6 +26,7 @@ from jaxrunner.ops import (
     paired_products,
     products,
     routing,
+    word_products,
 )
 from jaxrunner.ops.adapters import low_rank
 from jaxrunner.ops.attention import (
@@ -153,7 +154,7 @@ def fused(batch: Batch, *, note: Note = unnoted, batch_invariant: bool = False) 
         return run_first("attention", attention, batch, q, cache, spec, note=note), cache
 
     def add_norm(*args: Any, readers: Sequence[Weights] = ()) -> tuple[Array, Any]:
-        known = *(made(readers) for made in NORMS_IN_FP8 if readers), *ADD_NORM
+        known = *(made(readers) for made in NORMS_FOR_PRODUCTS if readers), *ADD_NORM
         return run_first("add_norm", known, *args, note=note)
 
     attend_latent = functools.partial(
@@ -197,8 +198,9 @@ def _norm_of_parts(x: Array, residual: Array, weight: Array, *how: Any) -> tuple
     return add_rms_norm(x, summed(residual, x.dtype), weight, *how)
 
 
-NORMS_IN_FP8 = (
-    fp8_products.add_norm_of, banded_products.add_norm_of, paired_products.add_norm_of
+NORMS_FOR_PRODUCTS = (
+    fp8_products.add_norm_of, banded_products.add_norm_of, paired_products.add_norm_of,
+    word_products.add_norm_of,
 )  # fmt: skip
 ADD_NORM = (
     Operation("add_rms_norm", _norm_kernel, _refuses_norm),

@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas.products import gated_mlp, matmul
 from jaxrunner.linear import Linear, Weights
 from jaxrunner.operation import Note, Operation, run_first
-from jaxrunner.ops import banded_products, fp8_products, paired_products, quantized_products
+from jaxrunner.ops import (
+    banded_products,
+    fp8_products,
+    paired_products,
+    quantized_products,
+    word_products,
+)
 from jaxrunner.ops.plain import glu, multiply_parts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
@@ -162,13 +168,13 @@ def _refuses_glu(
 def _tiles_mlp(
     x: Array, gate_up: QuantizedLinear, down: Weights, activation: str, note: Note
 ) -> Array:
-    return project(quantized_products.units(x, gate_up, activation), down, note=note)
+    return project(word_products.units(x, gate_up, down, activation), down, note=note)
 
 
 def _refuses_tiles(
     x: Array, gate_up: Weights, down: Weights, activation: str, note: Note
 ) -> str | None:
-    return quantized_products.refuses_units(x, gate_up, activation)
+    return word_products.refuses_units(x, gate_up, activation)
 
 
 def _by_units(

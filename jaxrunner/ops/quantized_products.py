@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas.quantized import quantized_fit, quantized_matmul, quantized_mlp
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Note, Operation
-from jaxrunner.ops import banded_products, fp8_products, paired_products
-from jaxrunner.ops.rounded_tokens import TokensInFp8
+from jaxrunner.ops import banded_products, fp8_products, paired_products, word_products
 from jaxrunner.quantization.fp8 import E4M3
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
@@ -61,38 +60,17 @@ def _refuses_parts(x: Array, w: QuantizedLinear) -> str | None:
     return _refuses(x, w, quantized_matmul.MAX_PARTS)
 
 
-def _refuses_tiles(
-    x: Array, w: QuantizedLinear, in_parts: bool = False, activation: str | None = None
-) -> str | None:
+def _refuses_tiles(x: Array, w: QuantizedLinear, in_parts: bool = False) -> str | None:
     if (reason := _unlike(w, in_parts)) is not None:
         return reason
     if w.zero is not None:
         return "wants weights without zero points"
-    how: Any = dict(in_parts=in_parts, activation=activation)
-    found = quantized_fit.fit(*_shapes(x, w), w.scheme.code, **how)
+    found = quantized_fit.fit(*_shapes(x, w), w.scheme.code, in_parts=in_parts)
     return found if isinstance(found, str) else None
 
 
 def _refuses_tiles_parts(x: Array, w: QuantizedLinear) -> str | None:
     return _refuses_tiles(x, w, in_parts=True)
-
-
-def units(x: Array, gate_up: QuantizedLinear, activation: str) -> Array:
-    """Returns the units of a gated MLP, [T, F], of tokens, [T, E], by one kernel."""
-    numbers, _ = gate_up.inputs(x)
-    how: Any = dict(code=gate_up.scheme.code, dtype=x.dtype, activation=activation)
-    return quantized_fit.multiply(numbers, *gate_up.matrices(), **how)
-
-
-def refuses_units(x: Array | TokensInFp8, gate_up: Weights, activation: str) -> str | None:
-    """Says why `units` does not serve these weights, [2, F, E], or None."""
-    if isinstance(x, TokensInFp8):
-        return "wants tokens that come as floats"
-    if not isinstance(gate_up, QuantizedLinear) or gate_up.weight.ndim - gate_up.num_in != 2:
-        return "wants gates and what they gate, of few bits"
-    if gate_up.bias is not None or gate_up.scheme.activation is not None:
-        return "wants gates without bias, whose inputs stay floats"
-    return _refuses_tiles(x, gate_up, activation=activation)
 
 
 def _unlike(w: QuantizedLinear, in_parts: bool) -> str | None:
@@ -166,12 +144,22 @@ TILES = Operation("quantized_tile", _tiles, _refuses_tiles)
 TILES_IN_PARTS = Operation("quantized_tile in parts", _tiles_parts, _refuses_tiles_parts)
 MATMUL = Operation("quantized_matmul", _matmul, _refuses)
 MATMUL_IN_PARTS = Operation("quantized_matmul in parts", _matmul_parts, _refuses_parts)
-WHOLE = fp8_products.BLOCKS, banded_products.PRODUCT, paired_products.TILES, TILES, MATMUL, OF_FP8
+WHOLE = (
+    fp8_products.BLOCKS,
+    banded_products.PRODUCT,
+    paired_products.TILES,
+    word_products.TILES,
+    TILES,
+    MATMUL,
+    OF_FP8,
+)
 IN_PARTS = (
     fp8_products.IN_PARTS,
     fp8_products.BLOCKS,
     paired_products.TILES_IN_PARTS,
     paired_products.TILES,
+    word_products.TILES_IN_PARTS,
+    word_products.TILES,
     TILES_IN_PARTS,
     MATMUL_IN_PARTS,
     OF_FP8,

@@ -1,4 +1,4 @@
-"""Tokens that come in fp8 from the norm before a product."""
+"""Tokens that come from a norm as the product behind it wants them: in fp8, in another order."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -68,28 +68,48 @@ class BandedTokens:
         return rows // 2, E
 
 
-TokensInFp8: TypeAlias = RoundedTokens | PairedTokens | BandedTokens
+@pytree
+class OrderedTokens:
+    """Stands for a norm, [T, E], that only products read whose weights are held in 4 bits.
+
+    Terms lie in the order that words of weights ask for (`widen_tile.in_order`).
+    """
+
+    numbers: Array = leaf("T E", "param")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the norm."""
+        return self.numbers.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the norm."""
+        return self.numbers.dtype
+
+
+TokensForProducts: TypeAlias = RoundedTokens | PairedTokens | BandedTokens | OrderedTokens
 
 
 def told_readers(*weights: Any) -> dict[str, Any]:
-    """Returns `readers` for `Ops.add_norm` where all may take its norm in fp8, else nothing.
+    """Returns `readers` for `Ops.add_norm` where all may take `TokensForProducts`, else nothing.
 
     So an `add_norm` that knows no readers serves all other weights.
     """
 
-    def in_fp8(w: Any) -> bool:
+    def may_take(w: Any) -> bool:
         if not isinstance(w, QuantizedLinear):
             return False
         given = w.scheme.activation
-        return given == ROUNDING or (given is None and w.scheme.code == ROUNDING.code)
+        return given == ROUNDING or (given is None and w.scheme.code in (ROUNDING.code, "int4"))
 
-    return dict(readers=weights) if weights and all(map(in_fp8, weights)) else {}
+    return dict(readers=weights) if weights and all(map(may_take, weights)) else {}
 
 
 def add_norm_in_fp8(
     name: str, kernel: Callable[..., tuple[Array, Array, Array]],
     refuses_norm: Callable[[Array, Array, Array], str | None],
-    tokens: Callable[[Array, Array, Any], TokensInFp8], readers: Sequence[Weights],
+    tokens: Callable[[Array, Array, Any], TokensForProducts], readers: Sequence[Weights],
     refuses_reader: Callable[[Array, QuantizedLinear], str | None],
 ) -> Operation:  # fmt: skip
     """Returns the `add_norm` of a kernel whose norm comes as `tokens`, which all readers take."""
@@ -97,7 +117,7 @@ def add_norm_in_fp8(
     def run(
         x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
         end: Array | None = None,
-    ) -> tuple[Array, TokensInFp8]:  # fmt: skip
+    ) -> tuple[Array, TokensForProducts]:  # fmt: skip
         total, numbers, scale = kernel(x, residual, weight, eps=eps, one_more=one_more)
         return total, tokens(numbers, scale, x.dtype)
 

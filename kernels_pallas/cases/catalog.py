@@ -34,6 +34,7 @@ from jaxrunner.kernels_pallas.cases.mixture_case import (
 from jaxrunner.kernels_pallas.cases.pair_case import BENCH_PAIRS, PAIRS
 from jaxrunner.kernels_pallas.cases.quantized_case import (
     fitted_tiles,
+    in_turn,
     quantized_mlps,
     quantized_products,
     quantized_tiles,
@@ -51,10 +52,13 @@ from jaxrunner.kernels_pallas.sampling.sampler import sample_tokens
 from jaxrunner.types import Array
 
 
-def norms(T: int, E: int, parts: int = 0, *, one_more: bool = False, end: bool = False) -> Case:
+def norms(
+    T: int, E: int, parts: int = 0, *, one_more: bool = False, end: bool = False,
+    for_words: bool = False,
+) -> Case:  # fmt: skip
     """A residual addition and a norm of [T, E]; of `parts` to be summed, where there are any.
 
-    end: the residual is normed first.
+    end: the residual is normed first. for_words: the norm comes in the order of words.
     """
 
     def make(seed: int) -> tuple[Array, ...]:
@@ -68,9 +72,10 @@ def norms(T: int, E: int, parts: int = 0, *, one_more: bool = False, end: bool =
     options: dict[str, Any] = dict(eps=1e-5, one_more=one_more)
 
     def run(x: Array, residual: Array, weight: Array, end: Array | None = None) -> Any:
-        return add_rms_norm(x, residual, weight, end=end, **options)
+        total, norm = add_rms_norm(x, residual, weight, end=end, for_words=for_words, **options)
+        return total, in_turn(norm) if for_words else norm
 
-    name = f"{T} x {E}" + f" in {parts} parts" * (parts > 0)
+    name = f"{T} x {E}" + f" in {parts} parts" * (parts > 0) + ", for words" * for_words
     name += ", 1 + w" * one_more + ", normed before" * end
     moved = T * E * (6 + (4 * parts or 2))
     return Case("add_rms_norm", name, make, run, float(moved), "TB/s", options)
@@ -160,6 +165,7 @@ TESTS: tuple[Case, ...] = (
     norms(5, 1024, parts=4), norms(70, 4096, parts=3), norms(5, 4096, parts=8, one_more=True),
     norms(3, 3840, one_more=True), norms(5, 3840, parts=4, one_more=True, end=True),
     norms(70, 4096, end=True), norms(3, 64, parts=1, end=True),
+    norms(64, 4096, parts=4, for_words=True), norms(3, 2048, end=True, for_words=True),
     products(64, 512, 96), products(128, 4096, 6144), products(192, 1024, 14336),
     products(64, 1024, 48, activation="silu"), products(256, 1024, 14336, activation="gelu_tanh"),
     mlps(8, 1024, 3072), mlps(40, 2048, 8192), mlps(64, 4096, 14336), mlps(128, 1024, 3072),
@@ -194,6 +200,10 @@ TESTS: tuple[Case, ...] = (
     quantized_tiles(64, 4608, 768, "float8_e4m3fn", run=64, group=128, groups=2, terms=256,
                     exact=True, cluster=1, activation="gelu_tanh"),
     quantized_tiles(128, 1024, 256, "int8", groups=1, turns=2, activation="silu"),
+    quantized_tiles(64, 2048, 512, "int4", group=128, groups=4, exact=True, activation="silu",
+                    words=True),
+    quantized_tiles(64, 3072, 256, "int4", group=64, groups=2, parts=2, terms=256, exact=True,
+                    words=True),
     quantized_tiles(256, 1024, 2048, "float8_e4m3fn", run=128, group=128, terms=64, num_ctas=6),
     quantized_tiles(256, 1024, 128, "int8", groups=1, turns=2, terms=64, tokens=128),
     *FP8,
@@ -240,6 +250,9 @@ BENCH: tuple[Case, ...] = (
       (("float8_e4m3fn", 128), ("int4", 1))
       for E, F in ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)) for T in (64, 256)),
     *(fitted_tiles(T, 4096, 28672, "int4", 1, activation="silu") for T in (64, 256)),
+    fitted_tiles(64, 4096, 28672, "int4", 1, activation="silu", words=True),
+    fitted_tiles(64, 4096, 6144, "int4", 1, words=True),
+    fitted_tiles(64, 14336, 4096, "int4", 1, in_parts=True, words=True),
     *BENCH_FP8,
     *BENCH_PAIRS,
     *BENCH_BANDS,

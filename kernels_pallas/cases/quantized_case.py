@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrunner.kernels_pallas.cases.case import Case
-from jaxrunner.kernels_pallas.quantized import quantized_fit, widen
+from jaxrunner.kernels_pallas.quantized import quantized_fit, widen, widen_tile
 from jaxrunner.kernels_pallas.quantized.quantized_matmul import quantized_matmul
 from jaxrunner.kernels_pallas.quantized.quantized_mlp import Few, quantized_mlp
 from jaxrunner.kernels_pallas.quantized.quantized_tile import TuningConfig, quantized_tile
@@ -39,24 +40,29 @@ def quantized_products(
 
 def quantized_tiles(
     T: int, E: int, F: int, code: str, *, run: int = 1, group: int = 0,
-    activation: str | None = None, **sizes: Any,
+    activation: str | None = None, words: bool = False, **sizes: Any,
 ) -> Case:  # fmt: skip
     """T tokens times a weight, as above, in tiles of the sizes of a TuningConfig.
 
-    With an activation half of the F outputs are gates of the others.
+    With an activation half of the F outputs are gates of the others. words: whether tokens come in
+    the order of words, and units leave in it.
     """
     config = TuningConfig(**sizes)
     make = functools.partial(few_bits, T, E, F, code, run, group or E, False)
 
     def run_it(x: Array, weight: Array, scale: Array) -> Array:
+        x = widen_tile.in_order(x) if words else x
         if config.parts == 1:
-            return quantized_tile(x, weight, scale, config=config, **options)
-        wide: Any = dict(dtype=jnp.float32, config=config)
+            for_words = words and activation is not None
+            how: Any = dict(config=config, words=words, for_words=for_words)
+            y = quantized_tile(x, weight, scale, **how, **options)
+            return in_turn(y) if for_words else y
+        wide: Any = dict(dtype=jnp.float32, config=config, words=words)
         return quantized_tile(x, weight, scale, **wide, **options).sum(0).astype(x.dtype)
 
     options: Any = dict(code=code, activation=activation)
     told = ", ".join(f"{key} {value}" for key, value in sizes.items())
-    units = f", units of {activation}" if activation else ""
+    units = (f", units of {activation}" if activation else "") + ", words" * words
     name, amount = f"{T} x {E} x {F}, {code}, {told}{units}", E * F / widen.PACKED[code]
     return Case("quantized_tile", name, make, run_it, amount, "TB/s", options)
 
@@ -78,21 +84,29 @@ def quantized_mlps(T: int, E: int, F: int, code: str, *, run: int = 1, group: in
 
 def fitted_tiles(
     T: int, E: int, F: int, code: str, run: int, *, in_parts: bool = False,
-    activation: str | None = None,
+    activation: str | None = None, words: bool = False,
 ) -> Case:  # fmt: skip
-    """T tokens times a weight, with groups of 128, in tiles of the sizes that `fit` finds."""
+    """T tokens times a weight, with groups of 128, in tiles of the sizes that `fit` finds.
+
+    words: whether tokens come as if they were in the order of words.
+    """
 
     def run_it(x: Array, weight: Array, scale: Array) -> Array:
-        y = quantized_fit.multiply(x, weight, scale, in_parts=in_parts, **options)
+        y = quantized_fit.multiply(x, weight, scale, in_parts=in_parts, words=words, **options)
         return y.sum(0).astype(x.dtype) if in_parts else y
 
     options: Any = dict(code=code, activation=activation)
 
     make = functools.partial(few_bits, T, E, F, code, run, 128, False)
     name = f"{T} x {E} x {F}, {code}, fitted" + ", parts" * in_parts
-    name += f", units of {activation}" if activation else ""
+    name += (f", units of {activation}" if activation else "") + ", words" * words
     amount = E * F / widen.PACKED[code]
     return Case("quantized_tile", name, make, run_it, amount, "TB/s", options)
+
+
+def in_turn(x: Array) -> Array:
+    """Undoes `widen_tile.in_order`."""
+    return x[..., np.argsort(widen_tile.in_order(np.arange(x.shape[-1])))]
 
 
 def few_bits(

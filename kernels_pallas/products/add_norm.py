@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxrunner.kernels_pallas import mosaic, pdl
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Layout, Ref, Shaped
-from jaxrunner.kernels_pallas.stores import put
+from jaxrunner.kernels_pallas.stores import put, put_for_words
 from jaxrunner.types import Array
 
 LANES, WARPS = 32, 4  # of a warpgroup, the thread of Mosaic
@@ -89,7 +89,7 @@ def refuses(
 
 def add_rms_norm(
     x: Array, residual: Array, weight: Array, more: LowRank | None = None,
-    end: Array | None = None, *, eps: float, one_more: bool = False,
+    end: Array | None = None, *, eps: float, one_more: bool = False, for_words: bool = False,
     config: TuningConfig = TuningConfig(),
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns x + residual, [T, E], and the RMSNorm of that sum, [T, E]. arXiv:1910.07467.
@@ -98,16 +98,19 @@ def add_rms_norm(
     rounded to the dtype of x before it is normed, in float32; the normed row is rounded before it
     is multiplied by weight, [E], or with `one_more` multiplied by 1 + weight in float32. more: what
     adapters add to the sum, in float32. end: [E], weight of an RMSNorm of the residual, rounded to
-    the dtype of x before and behind it; then its sum with x is.
+    the dtype of x before and behind it; then its sum with x is. for_words: whether norms come in
+    the order of `widen_tile.in_order`.
 
     Raises:
-      ValueError: what `refuses` says.
+      ValueError: what `refuses` says, or `refuses_words`.
     """
-    if why := refuses(x, residual, weight, more, end, config=config):
+    why = refuses(x, residual, weight, more, end, config=config)
+    if why := why or (refuses_words(x, config) if for_words else None):
         raise ValueError(why)
     T, E = x.shape
     cut = cut_rows(E, config.width)
-    body = partial(_kernel, eps=eps, one_more=one_more, has_end=end is not None)
+    how: Any = dict(eps=eps, one_more=one_more, has_end=end is not None, for_words=for_words)
+    body = partial(_kernel, **how)
     run = kernel(body, T, cut, x.dtype, 1 if end is None else 2, name="add_rms_norm")
     total, out = run(
         x.reshape(T, *cut), residual.reshape(-1, T, *cut), weight.reshape(cut),
@@ -115,6 +118,13 @@ def add_rms_norm(
         *(() if more is None else (more.low, more.b.reshape(*more.b.shape[:2], *cut), more.place)),
     )  # fmt: skip
     return total.reshape(T, E), out.reshape(T, E)
+
+
+def refuses_words(x: Shaped, config: TuningConfig = TuningConfig()) -> str | None:
+    """Says why norms of x, [T, E], do not come in the order of `widen_tile.in_order`, or None."""
+    E = x.shape[1]
+    _, num = cut_of(E // groups_of(E, config.width))
+    return None if num == 8 else f"wants 8 neighbours of a row in a thread, got {num} of {E}"
 
 
 def cut_rows(E: int, width: int = TuningConfig.width) -> tuple[int, int, int]:
@@ -171,7 +181,7 @@ def normed(
 
 def _kernel(
     x_ref: Ref, residual_ref: Ref, weight_ref: Ref, *refs: Any, eps: float, one_more: bool,
-    has_end: bool,
+    has_end: bool, for_words: bool,
 ) -> None:  # fmt: skip
     *rest, total_ref, out_ref, part_smem, barriers = refs
     _, _, warps, width = x_ref.shape
@@ -190,7 +200,8 @@ def _kernel(
     else:
         x = added(x, residual, _added(row, group, load, *rest) if rest else None)
     put(total_ref.at[row, group], x)
-    put(out_ref.at[row, group], norm(x, weights[0]))
+    write = partial(put_for_words, layout_of(warps * width)) if for_words else put
+    write(out_ref.at[row, group], norm(x, weights[0]))
 
 
 def read_sum(

@@ -1,8 +1,10 @@
 """Copies of a product's weights and tokens into shared memory, step by step of its sum."""
 
 from collections.abc import Callable
+from typing import Any
 
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import pdl
@@ -39,3 +41,12 @@ def each(first: Index, last: Index, *actions: Callable[[Array], None]) -> None:
         return _
 
     lax.fori_loop(first, last, body, None)
+
+
+def free_slots(stages: int, readers: int, cluster: int) -> Any:
+    """Returns barriers by which the readers of each block of a cluster say that they have read."""
+    if cluster == 1:
+        return plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
+    return plgpu.ClusterBarrier(
+        collective_axes=("peer",), num_arrivals=readers, num_barriers=stages
+    )

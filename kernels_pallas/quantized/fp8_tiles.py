@@ -28,7 +28,6 @@ from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.products import copies
 from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES
 from jaxrunner.kernels_pallas.products.matmul import ROWS
-from jaxrunner.kernels_pallas.quantized.quantized_tile import free_slots
 from jaxrunner.kernels_pallas.registers import OWN_REGISTERS
 from jaxrunner.types import Array
 
@@ -192,7 +191,7 @@ def scratch(s: Tiles) -> dict[str, Any]:
         own=plgpu.SMEM((WINDOWS, WINDOW, s.height), jnp.float32),
         shared=plgpu.SMEM((WINDOWS, s.halves, LINE), jnp.float32),
         full=plgpu.Barrier(num_arrivals=1 + s.halves, num_barriers=s.stages),
-        free=free_slots(s.stages, s.groups, s.cluster),
+        free=copies.free_slots(s.stages, s.groups, s.cluster),
         told=plgpu.Barrier(num_arrivals=1 + s.halves, num_barriers=WINDOWS),
     )
 

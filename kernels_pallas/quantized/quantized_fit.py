@@ -76,7 +76,7 @@ RULES = (
 
 def fit(
     x: Shaped, weight: Shaped, scale: Shaped, code: str, *, in_parts: bool = False,
-    activation: str | None = None,
+    activation: str | None = None, words: bool = False,
 ) -> TuningConfig | str:  # fmt: skip
     """Returns the sizes for x, [T, E], or pairs, [2, T, E], weight, [F, E / packed], and scale,
     [F / run, G].
@@ -94,7 +94,8 @@ def fit(
         for c in sizes
         if c.terms <= TERMS or c.terms >= 2 * group or c is LARGEST
     ]
-    reasons = [quantized_tile.refuses(x, weight, scale, code, c, activation) for c in found]
+    rest = activation, words
+    reasons = [quantized_tile.refuses(x, weight, scale, code, c, *rest) for c in found]
     served = [c for c, reason in zip(found, reasons, strict=True) if reason is None]
     if not served:
         return str(reasons[-1])
@@ -119,16 +120,18 @@ def _longest(T: int, F: int, c: TuningConfig) -> float:
 
 def multiply(
     x: Array, weight: Array, scale: Array, x_scale: Array | None = None, *, code: str,
-    in_parts: bool = False, dtype: Any = None, activation: str | None = None,
+    in_parts: bool = False, dtype: Any = None, activation: str | None = None, words: bool = False,
+    for_words: bool = False,
 ) -> Array:  # fmt: skip
     """Returns what `quantized_tile` does, with the sizes that `fit` finds.
 
     Raises:
       ValueError: what `fit` says.
     """
-    c = fit(x, weight, scale, code, in_parts=in_parts, activation=activation)
+    of_both: Any = dict(activation=activation, words=words)
+    c = fit(x, weight, scale, code, in_parts=in_parts, **of_both)
     if isinstance(c, str):
         raise ValueError(f"quantized_tile {c}")
     wide = jnp.dtype(jnp.float32) if in_parts else dtype
-    how: Any = dict(code=code, dtype=wide, activation=activation, config=c)
-    return quantized_tile.quantized_tile(x, weight, scale, x_scale, **how)
+    how: Any = dict(code=code, dtype=wide, for_words=for_words, config=c)
+    return quantized_tile.quantized_tile(x, weight, scale, x_scale, **of_both, **how)

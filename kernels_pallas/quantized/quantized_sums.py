@@ -44,6 +44,7 @@ class Form(NamedTuple):
     turns: int = 1  # warpgroups that have the same rows, and steps by turns
     paired: bool = False  # tokens are pairs of fp8, weights fp8 too
     at_once: int = 1  # sums of a step whose products are in flight together
+    words: bool = False  # weights are read by words: tokens have their terms `in_order`
     gap: int = 0  # rows from gates to what they gate, whose eights are by turns; 0: there are none
 
     @property
@@ -140,7 +141,7 @@ def exact(f: Form, held: Held, of: Sum) -> Array:
                         less = f.window.read(held.kept.at[1], index, i, layout)
                         less = _wide(less.astype(jnp.bfloat16), PIECE)
                     for j in range(i * pieces, (i + 1) * pieces):
-                        value = widen_tile.plain(piece(j), f.code)
+                        value = _plain(f, piece(j))
                         value = value if less is None else value - less
                         mosaic.wgmma(acc, value, held.x.at[slot, j].T)
                 found = total
@@ -148,7 +149,8 @@ def exact(f: Form, held: Held, of: Sum) -> Array:
                     left = pieces * (mine[-1] - i)  # products that are behind this sum's
                     # None of its numbers may be read before.
                     y = lax.optimization_barrier(mosaic.wgmma_accumulator_load(acc, wait_n=left))
-                    found = found + y * _wide(scales[i], f.tokens)
+                    scale = scales[i] * widen_tile.WORD_FACTOR if f.words else scales[i]
+                    found = found + y * _wide(scale, f.tokens)
                 return found
 
             return pl.run_scoped(multiply, *[acc] * len(mine))
@@ -217,11 +219,16 @@ def _read_step(f: Form, held: Held, group: Array, slot: Array) -> Callable[[int]
     if f.gap:
         starts, num = (0, held.w.shape[1] // 2), ROWS // 2
         halves = [held.w.at[slot, pl.ds(start + group * num, num)] for start in starts]
-        raw = widen_tile.load_by_turns(halves, packed)
+        raw = widen_tile.load_by_turns(halves, packed, words=f.words)
     else:
-        raw = widen_tile.load(held.w.at[slot, pl.ds(group * ROWS, ROWS)], packed)
+        rows = held.w.at[slot, pl.ds(group * ROWS, ROWS)]
+        raw = widen_tile.load(rows, packed, words=f.words)
     size = PIECE // packed
     return lambda j: lax.slice(raw, (0, j * size), (ROWS, (j + 1) * size))
+
+
+def _plain(f: Form, raw: Array) -> Array:
+    return widen_tile.of_words(raw) if f.words else widen_tile.plain(raw, f.code)
 
 
 def _scaled(f: Form, raw: Array, scales: list[Array], j: int) -> Array:

@@ -83,6 +83,7 @@ class _Static(NamedTuple):
     items: int  # of a cluster's work
     c: TuningConfig
     activation: str | None  # of gates, which are the first half of the rows
+    for_words: bool = False  # units come in the order that words of weights ask for
 
     @property
     def T(self) -> int:
@@ -138,17 +139,19 @@ class _Static(NamedTuple):
 
 def refuses(
     x: Shaped, weight: Shaped, scale: Shaped, code: str, c: TuningConfig,
-    activation: str | None = None,
+    activation: str | None = None, words: bool = False,
 ) -> str | None:  # fmt: skip
     """Says why x, [T, E], or pairs, [2, T, E], weight, [F, E / packed], and scale, [F / run, G],
     are not served."""
     if activation is not None and (reason := _refuses_gates(x, activation, c)) is not None:
         return reason
+    if words and (code != "int4" or not c.exact or x.ndim != 2):
+        return f"wants words of int4 and sums that are multiplied with scales, got {code} and {c}"
     if x.ndim == 2 and (reason := refuses_numbers(x, scale, code, widen_tile.NUMBERS)) is not None:
         return reason
     if x.ndim == 3 and (reason := _refuses_pairs(x, scale, code, c)) is not None:
         return reason
-    fit = _fit(x.shape, weight.shape[0], scale.shape, code, c, activation)
+    fit = _fit(x.shape, weight.shape[0], scale.shape, code, c, activation, words)
     return fit if isinstance(fit, str) else None
 
 
@@ -172,7 +175,7 @@ def _refuses_pairs(x: Shaped, scale: Shaped, code: str, c: TuningConfig) -> str 
 
 def _fit(
     x: tuple[int, ...], F: int, scale: tuple[int, ...], code: str, c: TuningConfig,
-    activation: str | None,
+    activation: str | None, words: bool,
 ) -> _Static | str:  # fmt: skip
     """Shares the work out, or says why it cannot."""
     T, E = x[-2:]
@@ -192,7 +195,7 @@ def _fit(
     steps = E // (c.terms * c.parts)
     form = Form(
         code, tokens, c.terms, steps, F // scale[0], group if scale[1] > 1 else 0, scale[1], 0,
-        c.turns, len(x) == 3, gap=0 if activation is None else F // 2,
+        c.turns, len(x) == 3, words=words, gap=0 if activation is None else F // 2,
     )  # fmt: skip
     left = SMEM_BYTES - c.groups * (c.turns - 1) * ROWS * tokens * 4 - 2048
     left -= c.groups * c.turns * form.kept * 4
@@ -209,7 +212,8 @@ def _fit(
 
 def quantized_tile(
     x: Array, weight: Array, scale: Array, x_scale: Array | None = None, *, code: str,
-    dtype: Any = None, activation: str | None = None, config: TuningConfig = TuningConfig(),
+    dtype: Any = None, activation: str | None = None, words: bool = False,
+    for_words: bool = False, config: TuningConfig = TuningConfig(),
 ) -> Array:  # fmt: skip
     """Returns x, [T, E], times the weights: [T, F] in `dtype`, that of x if None.
 
@@ -218,16 +222,18 @@ def quantized_tile(
     (arXiv:2002.05202). weight: [F, E] in 8 bits, or
     [F, E / 2] with two numbers a byte, the first in the low half, of int4 8 more than the number.
     scale: float32 [F / run, E / group], of runs of rows and of terms. Or x, [2, T, E], and x_scale,
-    [T], are what `fp8_pairs` returns.
+    [T], are what `fp8_pairs` returns. words: whether x comes as `widen_tile.in_order` returns it,
+    of weights in int4; for_words: whether units are to come so.
 
     Raises:
       ValueError: what `refuses` says.
     """
-    if why := refuses(x, weight, scale, code, config, activation):
+    if why := refuses(x, weight, scale, code, config, activation, words):
         raise ValueError(f"quantized_tile {why}")
     T, F, c = x.shape[-2], weight.shape[0], config
-    s = _fit(x.shape, F, scale.shape, code, c, activation)
+    s = _fit(x.shape, F, scale.shape, code, c, activation, words)
     assert isinstance(s, _Static) and (x_scale is not None) == s.form.paired
+    s = s._replace(for_words=for_words)
     width, F = c.terms // s.packed, F // s.halves
     shape = (T, F) if c.parts == 1 else (c.parts, T, F)
     of_pairs = () if x_scale is None else (x_scale,)
@@ -247,7 +253,7 @@ def quantized_tile(
             ),
             kept=plgpu.SMEM((s.consumers, 1, s.form.kept), jnp.float32),
             full=plgpu.Barrier(num_arrivals=s.halves + s.pieces, num_barriers=s.stages),
-            free=free_slots(s.stages, s.c.groups, s.c.cluster),
+            free=copies.free_slots(s.stages, s.c.groups, s.c.cluster),
             told=plgpu.Barrier(num_arrivals=max(s.writers, 1)),
             read=plgpu.Barrier(num_arrivals=c.groups),
         ),
@@ -256,15 +262,6 @@ def quantized_tile(
         cluster_names=("peer",) if c.cluster > 1 else (),
         kernel_name="quantized_tile", compiler_params=COMPILER,
     )(x, weight, scale, *of_pairs)  # fmt: skip
-
-
-def free_slots(stages: int, readers: int, cluster: int) -> Any:
-    """Returns barriers by which the readers of each block of a cluster say that they have read."""
-    if cluster == 1:
-        return plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
-    return plgpu.ClusterBarrier(
-        collective_axes=("peer",), num_arrivals=readers, num_barriers=stages
-    )
 
 
 class _Item(NamedTuple):
@@ -396,4 +393,4 @@ def _finish(
         write, layout = put_all_transposed if num == s.T else put_transposed, plgpu.Layout.WGMMA
         if s.activation is not None:
             total, layout = gated(*halves(total), s.activation), HALF
-        write(total.astype(out.dtype), outputs, layout)
+        write(total.astype(out.dtype), outputs, layout, for_words=s.for_words)

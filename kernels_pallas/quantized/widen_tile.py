@@ -1,7 +1,9 @@
 """Weights of 8 or 4 bits as the left operand of `wgmma`, in registers of a warpgroup, on Hopper.
 
 A thread reads two numbers of a row at a time, those that `wgmma` wants of it, so that nothing is
-shuffled between threads.
+shuffled between threads. Of 4 bits it may read eight numbers at a time, a word, if tokens have
+their terms in the order that this asks for (`in_order`): a product adds terms up in any order that
+both sides have.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +29,13 @@ _BYTES: Layout = plgpu.Layout.TILED(
 )
 # Each warp has eight of 32 rows.
 _HALF_BYTES: Layout = plgpu.Layout.TILED(plgpu.Tiling(((32, 4), (8, 4), (1,))), (-5,), (-3, -2), -1)
+# A thread has every fourth word of two rows, or of one.
+_WORDS: Layout = plgpu.Layout.TILED(
+    plgpu.Tiling(((64, 16), (16, 16), (8, 16), (4,))), (-7,), (-3, -2), -1
+)
+_HALF_WORDS: Layout = plgpu.Layout.TILED(
+    plgpu.Tiling(((32, 16), (8, 16), (4,))), (-5,), (-3, -2), -1
+)
 # (the number's word, a multiply-add's operands or none) -> PTX for two bfloat16 numbers in a0
 _E4M3 = (
     "prmt.b32 a0, $1, 0, 0x9180;"  # each byte with its sign above
@@ -56,17 +65,44 @@ NUMBERS = {"float8_e4m3fn": _E4M3, "int8": _INT8, "int4": _INT4, "float4_e2m1fn"
 _POWER = {"float8_e4m3fn": 120, "float4_e2m1fn": 126}
 _LESS = 8  # of which sums get this much: a scale times the power stays a bfloat16
 FACTOR = {code: 2.0**_LESS if code in _POWER else 1.0 for code in NUMBERS}
+WORD_FACTOR = 64.0
+# Halves of bytes i and i + 4 of a word, 8 more than the numbers: of these a 64th.
+_PAIRS = [
+    ("shr.u32 a0, $1, 8;" if i > 1 else "mov.b32 a0, $1;") + f"and.b32 a0, a0, {mask};"
+    f"mov.b32 a1, {power}; mov.b32 a2, 0xbe00be00; fma.rn.bf16x2 $0, a0, a1, a2;"
+    for i, (mask, power) in enumerate(
+        [("0x000f000f", "0x7f007f00"), ("0x00f000f0", "0x7d007d00")] * 2
+    )
+]
 
 
-def load(ref: Ref, packed: int) -> Array:
-    """Reads weights, [64, n] in bytes, `packed` numbers in each."""
-    layout = plgpu.Layout.WGMMA if packed == 1 else _BYTES
+def in_order(x: Any) -> Any:
+    """Returns tokens, [..., E], with terms in the order that words of weights ask for.
+
+    Of a run of 32 thread t has the t-th word, terms 8 t to 8 t + 7, which it widens by pairs, i and
+    i + 4. `wgmma` takes pair i of it for terms 8 i + 2 t and the next: so these are put there.
+    """
+    runs = x.reshape(*x.shape[:-1], -1, 4, 2, 4)  # [run, thread, which of a pair, pair]
+    first, n = range(runs.ndim - 3), runs.ndim
+    return runs.transpose(*first, n - 1, n - 3, n - 2).reshape(x.shape)
+
+
+def load(ref: Ref, packed: int, *, words: bool = False) -> Array:
+    """Reads weights, [64, n] in bytes, `packed` numbers in each. words: by `in_order`."""
+    layout, _ = _layouts(packed, words)
     return mosaic.load(ref, layout=layout, optimized=False)
 
 
-def load_by_turns(refs: Sequence[Ref], packed: int) -> Array:
+def _layouts(packed: int, words: bool) -> tuple[Layout, Layout]:
+    """Returns the layouts of 64 rows, and of 32 of which each warp has eight."""
+    if packed == 1:
+        return plgpu.Layout.WGMMA, HALF
+    return (_WORDS, _HALF_WORDS) if words else (_BYTES, _HALF_BYTES)
+
+
+def load_by_turns(refs: Sequence[Ref], packed: int, *, words: bool = False) -> Array:
     """Reads two [32, n] in bytes as [64, n], whose eights of rows are of both by turns."""
-    layout, half = (plgpu.Layout.WGMMA, HALF) if packed == 1 else (_BYTES, _HALF_BYTES)
+    layout, half = _layouts(packed, words)
     [_, n] = refs[0].shape
     out = plgpu.ShapeDtypeStruct((64, n), refs[0].dtype, layout=layout)
 
@@ -114,6 +150,29 @@ def plain(raw: Array, code: str) -> Array:
     """Returns weights, [64, n] in bytes, as numbers in bfloat16."""
     text = _plain(code, "$0")
     return _convert(raw, [()], code, lambda word, _: _asm([word], text))
+
+
+def of_words(raw: Array) -> Array:
+    """Returns weights of int4, [64, n] in bytes by words, as bfloat16, over `WORD_FACTOR`.
+
+    As in `widen`: a whole number in the low 8 bits of a bfloat16 counts 2 ** -133.
+    """
+    out = plgpu.ShapeDtypeStruct((raw.shape[0], raw.shape[1] * 2), jnp.bfloat16,
+                                 layout=plgpu.Layout.WGMMA)  # fmt: skip
+
+    @mosaic.inline_mgpu(arg_types=(_WORDS,), return_type=out)
+    def convert(_: Any, raw: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        i32, kind = ir.IntegerType.get_signless(32), plgpu.Layout.WGMMA.to_mgpu()
+        two = ir.VectorType.get((2,), ir.BF16Type.get())
+        registers = np.empty((raw.registers.size // 2, len(_PAIRS), 2), dtype=object)
+        for n, reg in enumerate(raw.registers.flat):  # words of two rows, by turns
+            word = utils.bitcast(reg, i32)
+            for i, text in enumerate(_PAIRS):
+                registers[n // 2, i, n % 2] = utils.bitcast(_asm([word], text), two)
+        shaped = registers.reshape(kind.registers_shape(out.shape))
+        return mgpu.FragmentedArray(_registers=shaped, _layout=kind, _is_signed=None)
+
+    return convert(raw)
 
 
 def _plain(code: str, target: str) -> str:

@@ -1,0 +1,124 @@
+"""Products of weights in 4 bits with tokens in the order of words, and what makes these, on a GPU.
+
+Kernels then read eight weights at a time. The norm before a product has tokens in that order, and
+so have the units of gates that one kernel multiplies with what they gate.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrunner.kernels_pallas.mosaic import Shaped
+from jaxrunner.kernels_pallas.products import add_norm
+from jaxrunner.kernels_pallas.quantized import quantized_fit
+from jaxrunner.linear import Weights
+from jaxrunner.operation import Operation
+from jaxrunner.ops.rounded_tokens import OrderedTokens, TokensForProducts
+from jaxrunner.quantization.quantized_linear import QuantizedLinear
+from jaxrunner.types import Array
+
+CODE = "int4"
+
+
+def add_norm_of(readers: Sequence[Weights]) -> Operation:
+    """Returns the `add_norm` whose norm comes in order, where all that read it are in 4 bits."""
+
+    def run(
+        x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
+        end: Array | None = None,
+    ) -> tuple[Array, OrderedTokens]:  # fmt: skip
+        how: Any = dict(eps=eps, one_more=one_more, for_words=True)
+        total, norm = add_norm.add_rms_norm(x, residual, weight, end=end, **how)
+        return total, OrderedTokens(norm)
+
+    def refuses(
+        x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
+        end: Array | None = None,
+    ) -> str | None:  # fmt: skip
+        if reason := add_norm.refuses(x, residual, weight, end=end) or add_norm.refuses_words(x):
+            return reason
+        reasons = (_unlike(x, w) for w in readers)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    return Operation("add_rms_norm for words", run, refuses)
+
+
+def units(
+    x: Array | OrderedTokens, gate_up: QuantizedLinear, down: Weights, activation: str
+) -> Any:
+    """Returns the units of a gated MLP, [T, F], of tokens, [T, E], by one kernel, as `down` wants.
+
+    SwiGLU: arXiv:2002.05202.
+    """
+    of_down = jax.ShapeDtypeStruct((x.shape[0], gate_up.weight.shape[1]), x.dtype)
+    for_words, words = _unlike(of_down, down, in_parts=True) is None, isinstance(x, OrderedTokens)
+    numbers = x.numbers if isinstance(x, OrderedTokens) else gate_up.inputs(x)[0]
+    how: Any = dict(code=gate_up.scheme.code, activation=activation, dtype=x.dtype)
+    how |= dict(words=words, for_words=for_words)
+    y = quantized_fit.multiply(numbers, *gate_up.matrices(), **how)
+    return OrderedTokens(y) if for_words else y
+
+
+def refuses_units(x: Array | TokensForProducts, gate_up: Weights, activation: str) -> str | None:
+    """Says why `units` does not serve these weights, [2, F, E], or None."""
+    if isinstance(x, TokensForProducts) and not isinstance(x, OrderedTokens):
+        return "wants tokens that come as floats"
+    words = isinstance(x, OrderedTokens)
+    if not isinstance(gate_up, QuantizedLinear) or gate_up.weight.ndim - gate_up.num_in != 2:
+        return "wants gates and what they gate, of few bits"
+    if gate_up.bias is not None or gate_up.scheme.activation is not None:
+        return "wants gates without bias, whose inputs stay floats"
+    if gate_up.zero is not None:
+        return "wants weights without zero points"
+    if gate_up.permutation is not None and (words or gate_up.num_inputs % gate_up.scheme.block[1]):
+        return "wants inputs that are held as they come, or whole groups of them"
+    return _fit(x, gate_up, activation=activation, words=words)
+
+
+def _tiles(x: OrderedTokens, w: QuantizedLinear) -> Array:
+    return w.outputs(_product(x, w, x.dtype), None, x.dtype)
+
+
+def _tiles_parts(x: OrderedTokens, w: QuantizedLinear) -> Array:
+    return _product(x, w, jnp.float32, in_parts=True)
+
+
+def _product(x: OrderedTokens, w: QuantizedLinear, dtype: Any, *, in_parts: bool = False) -> Array:
+    how: Any = dict(code=w.scheme.code, in_parts=in_parts, dtype=dtype, words=True)
+    return quantized_fit.multiply(x.numbers, *w.matrices(), **how)
+
+
+def _refuses(x: Array | TokensForProducts, w: QuantizedLinear) -> str | None:
+    if not isinstance(x, OrderedTokens):
+        return "wants tokens in the order of words"
+    return _unlike(x, w)
+
+
+def _refuses_parts(x: Array | TokensForProducts, w: QuantizedLinear) -> str | None:
+    if not isinstance(x, OrderedTokens):
+        return "wants tokens in the order of words"
+    return _unlike(x, w, in_parts=True)
+
+
+def _unlike(x: Shaped | OrderedTokens, w: Weights, *, in_parts: bool = False) -> str | None:
+    """Says why these weights are not multiplied with tokens, [T, E], in the order of words."""
+    if not isinstance(w, QuantizedLinear) or w.scheme.code != CODE:
+        return "wants weights in 4 bits"
+    if w.scheme.activation is not None or w.zero is not None or (in_parts and w.bias is not None):
+        return "wants weights without zero points, parts without bias, inputs that stay floats"
+    if w.permutation is not None or w.num_in != 1:
+        return "wants one axis of inputs, held as they come"
+    return _fit(x, w, in_parts=in_parts, words=True)
+
+
+def _fit(x: Shaped | OrderedTokens, w: QuantizedLinear, **how: Any) -> str | None:
+    weight, scale, *_ = jax.eval_shape(QuantizedLinear.matrices, w)
+    tokens = jax.ShapeDtypeStruct((x.shape[0], w.num_inputs), x.dtype)
+    found = quantized_fit.fit(tokens, weight, scale, w.scheme.code, **how)
+    return found if isinstance(found, str) else None
+
+
+TILES = Operation("quantized_tile of words", _tiles, _refuses)
+TILES_IN_PARTS = Operation("quantized_tile of words in parts", _tiles_parts, _refuses_parts)

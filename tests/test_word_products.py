@@ -1,0 +1,114 @@
+"""Products of weights in 4 bits with tokens in the order of words, as far as no GPU is needed."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrunner.kernels_pallas.products.add_norm import add_rms_norm
+from jaxrunner.kernels_pallas.quantized.quantized_tile import TuningConfig, quantized_tile
+from jaxrunner.kernels_pallas.quantized.widen_tile import in_order
+from jaxrunner.ops import backends, word_products
+from jaxrunner.ops.rounded_tokens import OrderedTokens
+from jaxrunner.quantization.scheme import Activation, Scheme
+from tests.support.lowering import cuda, lowers
+from tests.support.quantized_shapes import mlp_weights, shaped, weights
+
+FOUR = Scheme("int4", (1, 128))
+ORDERED = OrderedTokens(shaped(64, 4096))
+
+
+def test_tokens_lie_where_a_thread_has_the_words_of_weights():
+    """Of each run of 32 terms, for the four threads that share a row of `wgmma`'s operand."""
+    found = in_order(np.arange(3 * 64).reshape(3, 64))
+    for thread in range(4):
+        word = range(8 * thread, 8 * thread + 8)  # numbers of four bytes
+        # What `wgmma` takes of a thread, of sixteen terms and the next sixteen.
+        places = [16 * half + 8 * high + 2 * thread + i for half in range(2) for high in range(2)
+                  for i in range(2)]  # fmt: skip
+        pairs = [number for i in range(4) for number in (word[i], word[i + 4])]
+        np.testing.assert_array_equal(found[1, 32:][places], np.add(64 + 32, pairs))
+
+
+def chosen(run: Any, *args: Any) -> tuple[list[tuple[str, str]], Any]:
+    """Returns which kernels run on a GPU for arrays of shapes, and what they return."""
+    found: list[Any] = []
+    batch: Any = None  # nothing attends
+    with cuda():
+        out = jax.eval_shape(lambda *a: run(backends.fused(batch, note=found.append), *a), *args)
+    return [(one.operation, one.name) for one in found], out
+
+
+def normed(ops: Any, x: Any, residual: Any, weight: Any, *readers: Any) -> Any:
+    total, h = ops.add_norm(x, residual, weight, 1e-5, readers=readers[:1])
+    return total, h, ops.linear(h, readers[0]) if len(readers) == 1 else ops.mlp(h, *readers)
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("tokens", "scheme", "names"),
+    [
+        (64, FOUR, ("add_rms_norm for words", "quantized_tile of words")),
+        (32, FOUR, ("add_rms_norm", "quantized_matmul")),
+        (128, FOUR, ("add_rms_norm", "quantized_tile")),
+        (64, replace(FOUR, has_order=True), ("add_rms_norm", "quantized_tile")),
+        (64, replace(FOUR, has_zero=True), ("add_rms_norm", "quantized_matmul")),
+        (64, Scheme("int4", (1, 4096)), ("add_rms_norm", "quantized_tile")),
+        (64, Scheme("int8", (1, 128)), ("add_rms_norm", "quantized_tile")),
+    ],
+)
+def test_a_norm_comes_in_order_where_words_of_weights_are_read(tokens, scheme, names):
+    norm = shaped(tokens, 4096), shaped(4, tokens, 4096, dtype=jnp.float32), shaped(4096)
+    found, (_, h, y) = chosen(normed, *norm, weights(scheme, 6144, 4096))
+    assert [name for _, name in found] == list(names)
+    assert isinstance(h, OrderedTokens) == ("words" in names[0])
+    assert h.shape == (tokens, 4096) and y.shape == (tokens, 6144)
+
+
+@lowers
+def test_units_come_in_the_order_that_the_second_product_wants():
+    norm = shaped(64, 4096), shaped(64, 4096), shaped(4096)
+    found, (_, _, y) = chosen(normed, *norm, *mlp_weights(FOUR))
+    assert [name for _, name in found] == [
+        "add_rms_norm for words", "quantized_tile of units", "quantized_tile of words in parts",
+    ]  # fmt: skip
+    assert y.shape == (4, 64, 4096)
+    gate_up, _ = mlp_weights(FOUR)
+    found, _ = chosen(normed, *norm, gate_up, weights(Scheme("int8", (1, 128)), 4096, 14336))
+    assert [name for _, name in found[1:]] == ["quantized_tile of units", "quantized_tile in parts"]
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("x", "changed", "words"),
+    [
+        (ORDERED, dict(permutation=shaped(4096, dtype=jnp.int32)), "inputs that are held as they"),
+        (ORDERED, dict(bias=shaped(2, 14336)), "gates without bias, whose inputs stay floats"),
+        (ORDERED, dict(scheme=replace(FOUR, activation=Activation("int8"))), "inputs stay floats"),
+        (ORDERED, dict(zero=shaped(2, 14336, 32, dtype=jnp.int8)), "weights without zero points"),
+        (shaped(64, 4096), {}, None),
+        (ORDERED, {}, None),
+    ],
+)  # fmt: skip
+def test_gates_that_no_tile_serves_are_refused_in_words(x, changed, words):
+    gate_up, _ = mlp_weights(FOUR)
+    assert word_products.refuses_units(x, weights(FOUR), "silu") is not None
+    reason = word_products.refuses_units(x, replace(gate_up, **changed), "silu")
+    assert reason is None if words is None else words in str(reason)
+
+
+@lowers
+def test_kernels_refuse_another_order_in_words():
+    x, scale = shaped(64, 256), shaped(256, 2, dtype=jnp.float32)
+    how: Any = dict(words=True, config=TuningConfig(exact=True))
+    with pytest.raises(ValueError, match=r"quantized_tile wants words of int4 .* got int8"):
+        jax.eval_shape(
+            lambda *a: quantized_tile(*a, code="int8", **how),
+            x, shaped(256, 256, dtype=jnp.int8), scale,
+        )  # fmt: skip
+    norm = shaped(4, 192), shaped(4, 192), shaped(192)
+    with pytest.raises(ValueError, match="wants 8 neighbours of a row in a thread, got 1 of 192"):
+        jax.eval_shape(lambda *a: add_rms_norm(*a, eps=1e-5, for_words=True), *norm)
