@@ -5,6 +5,7 @@ so have the units of gates that one kernel multiplies with what they gate.
 """
 
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
@@ -90,16 +91,12 @@ def _product(x: OrderedTokens, w: QuantizedLinear, dtype: Any, *, in_parts: bool
     return quantized_fit.multiply(x.numbers, *w.matrices(), **how)
 
 
-def _refuses(x: Array | TokensForProducts, w: QuantizedLinear) -> str | None:
+def _refuses(
+    x: Array | TokensForProducts, w: QuantizedLinear, *, in_parts: bool = False
+) -> str | None:
     if not isinstance(x, OrderedTokens):
         return "wants tokens in the order of words"
-    return _unlike(x, w)
-
-
-def _refuses_parts(x: Array | TokensForProducts, w: QuantizedLinear) -> str | None:
-    if not isinstance(x, OrderedTokens):
-        return "wants tokens in the order of words"
-    return _unlike(x, w, in_parts=True)
+    return _unlike(x, w, in_parts=in_parts)
 
 
 def _unlike(x: Shaped | OrderedTokens, w: Weights, *, in_parts: bool = False) -> str | None:
@@ -121,4 +118,6 @@ def _fit(x: Shaped | OrderedTokens, w: QuantizedLinear, **how: Any) -> str | Non
 
 
 TILES = Operation("quantized_tile of words", _tiles, _refuses)
-TILES_IN_PARTS = Operation("quantized_tile of words in parts", _tiles_parts, _refuses_parts)
+TILES_IN_PARTS = Operation(
+    "quantized_tile of words in parts", _tiles_parts, functools.partial(_refuses, in_parts=True)
+)

@@ -88,7 +88,7 @@ def in_order(x: Any) -> Any:
 
 
 def load(ref: Ref, packed: int, *, words: bool = False) -> Array:
-    """Reads weights, [64, n] in bytes, `packed` numbers in each. words: by `in_order`."""
+    """Reads weights, [64, n] in bytes, `packed` numbers in each. words: for tokens `in_order`."""
     layout, _ = _layouts(packed, words)
     return mosaic.load(ref, layout=layout, optimized=False)
 

@@ -18,6 +18,7 @@ from jaxrunner.device.program_spec import program_spec
 from jaxrunner.hf_config import Settings
 from jaxrunner.kernels_pallas.cases.catalog import TESTS
 from jaxrunner.kernels_pallas.cases.fp8_case import fp8_products, fp8_units
+from jaxrunner.kernels_pallas.cases.quantized_case import fitted_tiles
 from jaxrunner.kernels_pallas.sampling.sampler import sample_tokens
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops import backends
@@ -57,7 +58,12 @@ KERNELS = (
     "lora_shrink", "lora_expand", "lora_units", "add_norm_adapted", "state_step", "state_chunks",
 )  # fmt: skip
 # Whose tiles have more of what registers hold than those of the first cases.
-LARGE = fp8_units(8192, 4096, 14336), fp8_products(8192, 4096, 6144)
+LARGE = (
+    fp8_units(8192, 4096, 14336),
+    fp8_products(8192, 4096, 6144),
+    *(fitted_tiles(64, 4096, 28672, "int4", 1, activation="silu", words=words)
+      for words in (False, True)),
+)  # fmt: skip
 MODEL = dict(
     architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=512, intermediate_size=1024,
     num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
