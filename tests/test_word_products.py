@@ -11,11 +11,12 @@ import pytest
 from jaxrunner.kernels_pallas.products.add_norm import add_rms_norm
 from jaxrunner.kernels_pallas.quantized.quantized_tile import TuningConfig, quantized_tile
 from jaxrunner.kernels_pallas.quantized.widen_tile import in_order
-from jaxrunner.ops import backends, word_products
+from jaxrunner.ops import word_products
 from jaxrunner.ops.rounded_tokens import OrderedTokens
 from jaxrunner.quantization.scheme import Activation, Scheme
-from tests.support.lowering import cuda, lowers
+from tests.support.lowering import lowers
 from tests.support.quantized_shapes import mlp_weights, shaped, weights
+from tests.support.readers import chosen, norm_and_mlp
 
 FOUR = Scheme("int4", (1, 128))
 ORDERED = OrderedTokens(shaped(64, 4096))
@@ -33,20 +34,6 @@ def test_tokens_lie_where_a_thread_has_the_words_of_weights():
         np.testing.assert_array_equal(found[1, 32:][places], np.add(64 + 32, pairs))
 
 
-def chosen(run: Any, *args: Any) -> tuple[list[tuple[str, str]], Any]:
-    """Returns which kernels run on a GPU for arrays of shapes, and what they return."""
-    found: list[Any] = []
-    batch: Any = None  # nothing attends
-    with cuda():
-        out = jax.eval_shape(lambda *a: run(backends.fused(batch, note=found.append), *a), *args)
-    return [(one.operation, one.name) for one in found], out
-
-
-def normed(ops: Any, x: Any, residual: Any, weight: Any, *readers: Any) -> Any:
-    total, h = ops.add_norm(x, residual, weight, 1e-5, readers=readers[:1])
-    return total, h, ops.linear(h, readers[0]) if len(readers) == 1 else ops.mlp(h, *readers)
-
-
 @lowers
 @pytest.mark.parametrize(
     ("tokens", "scheme", "names"),
@@ -61,24 +48,29 @@ def normed(ops: Any, x: Any, residual: Any, weight: Any, *readers: Any) -> Any:
     ],
 )
 def test_a_norm_comes_in_order_where_words_of_weights_are_read(tokens, scheme, names):
+    def run(ops: Any, x: Any, residual: Any, norm: Any, w: Any) -> Any:
+        _, h = ops.add_norm(x, residual, norm, 1e-5, readers=(w,))
+        y = ops.linear(h, w)
+        assert isinstance(h, OrderedTokens) == ("words" in names[0])
+        assert h.shape == (tokens, 4096) and y.shape == (tokens, 6144)
+
     norm = shaped(tokens, 4096), shaped(4, tokens, 4096, dtype=jnp.float32), shaped(4096)
-    found, (_, h, y) = chosen(normed, *norm, weights(scheme, 6144, 4096))
-    assert [name for _, name in found] == list(names)
-    assert isinstance(h, OrderedTokens) == ("words" in names[0])
-    assert h.shape == (tokens, 4096) and y.shape == (tokens, 6144)
+    told = chosen(run, *norm, weights(scheme, 6144, 4096))
+    assert told == dict(add_norm=names[0], linear=names[1])
 
 
 @lowers
 def test_units_come_in_the_order_that_the_second_product_wants():
-    norm = shaped(64, 4096), shaped(64, 4096), shaped(4096)
-    found, (_, _, y) = chosen(normed, *norm, *mlp_weights(FOUR))
-    assert [name for _, name in found] == [
-        "add_rms_norm for words", "quantized_tile of units", "quantized_tile of words in parts",
-    ]  # fmt: skip
-    assert y.shape == (4, 64, 4096)
-    gate_up, _ = mlp_weights(FOUR)
-    found, _ = chosen(normed, *norm, gate_up, weights(Scheme("int8", (1, 128)), 4096, 14336))
-    assert [name for _, name in found[1:]] == ["quantized_tile of units", "quantized_tile in parts"]
+    def run(ops: Any, *args: Any) -> Any:
+        y, _ = norm_and_mlp(ops, *args)
+        assert y.shape == (4, 64, 4096)
+
+    norm, of_norm = (shaped(64, 4096), shaped(4096)), dict(add_norm="add_rms_norm for words")
+    of_units, (gate_up, down) = dict(mlp="quantized_tile of units"), mlp_weights(FOUR)
+    told = chosen(run, *norm, gate_up, down)
+    assert told == of_norm | of_units | dict(project="quantized_tile of words in parts")
+    told = chosen(run, *norm, gate_up, weights(Scheme("int8", (1, 128)), 4096, 14336))
+    assert told == of_norm | of_units | dict(project="quantized_tile in parts")
 
 
 @lowers

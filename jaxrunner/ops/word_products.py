@@ -64,9 +64,9 @@ def units(
 
 def refuses_units(x: Array | TokensForProducts, gate_up: Weights, activation: str) -> str | None:
     """Says why `units` does not serve these weights, [2, F, E], or None."""
-    if isinstance(x, TokensForProducts) and not isinstance(x, OrderedTokens):
-        return "wants tokens that come as floats"
     words = isinstance(x, OrderedTokens)
+    if isinstance(x, TokensForProducts) and not words:
+        return "wants tokens that come as floats"
     if not isinstance(gate_up, QuantizedLinear) or gate_up.weight.ndim - gate_up.num_in != 2:
         return "wants gates and what they gate, of few bits"
     if gate_up.bias is not None or gate_up.scheme.activation is not None:

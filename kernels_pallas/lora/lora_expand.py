@@ -28,7 +28,7 @@ from jaxrunner.kernels_pallas.lora.lora_rows import (
     total,
 )
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Ref, Shaped
-from jaxrunner.kernels_pallas.products.matmul import COMPILER
+from jaxrunner.kernels_pallas.products.matmul import COMPILER, gated
 from jaxrunner.kernels_pallas.stores import put_rows
 from jaxrunner.types import Array
 
@@ -186,7 +186,7 @@ def lora_units(
         gate, up = (
             base.astype(jnp.float32) + more() for base, more in zip(bases, products, strict=True)
         )
-        put_rows((gate / (1 + jnp.exp(-gate)) * up).astype(out.dtype), out.at[rows, columns])
+        put_rows(gated(gate, up, "silu").astype(out.dtype), out.at[rows, columns])
 
     out = jax.ShapeDtypeStruct((T, F), y.dtype)
     return _call(kernel, "lora_units", s, 1, out)(y, low, b, place)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import Ref
-from jaxrunner.kernels_pallas.products.matmul import ROWS
+from jaxrunner.kernels_pallas.products.matmul import ROWS, gated
 from jaxrunner.kernels_pallas.quantized.quantized_sums import by_row
 from jaxrunner.mixtures.experts import ALPHA, LIMIT
 from jaxrunner.types import Array
@@ -20,7 +20,7 @@ def activate(gate: Array, up: Array, activation: str) -> Array:
     if activation == "clamped_swiglu":
         gate, up = jnp.minimum(gate, LIMIT), jnp.minimum(jnp.maximum(up, -LIMIT), LIMIT)
         return gate / (1 + jnp.exp(-ALPHA * gate)) * (up + 1)
-    return gate / (1 + jnp.exp(-gate)) * up
+    return gated(gate, up, "silu")
 
 
 def by_token(ref: Ref, tile: Array, size: int) -> Array:

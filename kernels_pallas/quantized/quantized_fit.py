@@ -31,8 +31,8 @@ class Rule(NamedTuple):
 # those of the sums: with two warpgroups up to 128 tokens fit, with four 64; and with two and 64
 # tokens two sums at once, which steps of 256 terms have by groups of 128. More tokens take
 # weights multiplied with scales, in steps of 64 terms, of which shared memory has room for several.
-# Left out, as their registers spill: two groups by two turns, and four turns of 14,336 terms. So do
-# those of four groups, which then have 96, where none have registers of their own.
+# Left out, as their registers spill with 8 bits: two groups by two turns, and four turns of 14,336
+# terms. So do those of four groups, which then have 96, where none have registers of their own.
 LARGEST = (
     TuningConfig(groups=4, exact=True)
     if OWN_REGISTERS

@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, memref, vector
 
 from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref
-from jaxrunner.kernels_pallas.products.matmul import ROWS
+from jaxrunner.kernels_pallas.products.matmul import ROWS, gated
 from jaxrunner.kernels_pallas.quantized import widen
 from jaxrunner.kernels_pallas.quantized.scale_window import Window
 from jaxrunner.kernels_pallas.quantized.widen import TERMS
@@ -230,8 +230,7 @@ def put_units(total: Array, ref: Ref, first: Array) -> None:
 
     first: of the warpgroup's; what is behind the last one is none. arXiv:2002.05202.
     """
-    gate, up = halves(total)
-    units = (gate / (1 + jnp.exp(-gate)) * up).astype(ref.dtype)
+    units = gated(*halves(total), "silu").astype(ref.dtype)
 
     @mosaic.inline_mgpu(arg_types=(HALF, plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
     def write(_: Any, x: mgpu.FragmentedArray, ref: ir.Value, first: mgpu.FragmentedArray) -> None:
