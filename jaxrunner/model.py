@@ -136,6 +136,8 @@ class Ops:
         `StateCache` on over tokens, as a `Recurrence` says.
     linear: (x [T, *inputs], w) -> [T, *outputs]. x is `TokensForProducts` where an
         `add_norm` of the same operations made it so for w; so it may be for `mlp`.
+    project_qkv: (x [T, E], w of [K, P, D, E]) -> packed projections, [T, K, P, D], as `linear`, or
+        `PackedParts` of them, for `rotate_attend` alone.
     per_head: (axes, x [T, H, ...], w [outputs, H, inputs], part) -> an einsum with `part` of the
         outputs of weights that a class names as its `per_head`.
     plain_linear: (x [T, E], w) -> [T, outputs], of so few outputs that no kernel is asked.
@@ -163,12 +165,13 @@ class Ops:
         [Array, Array, Array, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
     ]
     rotate_attend: Callable[
-        [Array, RopeAndNorm, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
+        [Any, RopeAndNorm, LayerCache | None, AttentionSpec], tuple[Array, LayerCache | None]
     ]
     attend_latent: AttendLatent
     convolve: Convolve
     recur: Callable[[Recurrence, Any, StateCache | None, int], tuple[Array, StateCache | None]]
     linear: Callable[[Any, Weights], Array]
+    project_qkv: Callable[[Any, Weights], Any]
     project: Callable[[Array, Weights], Array]
     mlp: Callable[..., Array]
     route: Callable[[RouterConfig, Router, Array], Routes]

@@ -52,7 +52,7 @@ class Attention:
     ) -> tuple[Array, Any]:
         """Returns what attention adds to the residual, given h, [T, E]; and the cache."""
         heads = RopeAndNorm(*turn, self.q_norm, self.k_norm, config.rms_norm_eps)
-        out, cache = ops.rotate_attend(ops.linear(h, self.qkv), heads, cache, spec)
+        out, cache = ops.rotate_attend(ops.project_qkv(h, self.qkv), heads, cache, spec)
         return ops.project(out, self.o), cache
 
 

@@ -11,6 +11,7 @@ import pytest
 from jaxrunner.kernels_pallas import reference
 from jaxrunner.kernels_pallas.cases.catalog import TESTS, Case
 from jaxrunner.model import AttentionSpec, RopeAndNorm
+from jaxrunner.ops.packed_parts import PackedParts, packed
 from jaxrunner.ops.plain import add_rms_norm, split_heads
 from jaxrunner.types import LayerCache
 from tests.support import oracles
@@ -25,8 +26,9 @@ def add(x, residual, weight, end=None, **options):
     return add_rms_norm(x, whole, weight, end=end, **options)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "one_more"))
-def rotate_and_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None, **options):
+@functools.partial(jax.jit, static_argnames=("eps", "one_more", "dtype"))
+def rotate_and_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None, dtype=None, **options):
+    qkv = qkv if dtype is None else packed(PackedParts(qkv, dtype))
     q, new_k, new_v = split_heads(qkv, RopeAndNorm(cos, sin, q_norm, k_norm, **options))
     batch = batch_of(1, [0, 0], [0], np.zeros((1, 1), np.int32), k.shape)
     cache = LayerCache(k, v, None, None)

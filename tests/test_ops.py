@@ -91,6 +91,13 @@ def test_small_kernels_refuse_in_words():
     qkv, turn, cache = jnp.ones((2, 2, 6, 16)), jnp.ones((2, 1, 8)), jnp.ones((3, 2, 8, 16))
     with pytest.raises(ValueError, match="qkv must be bfloat16 or float16, got float32"):
         rope_write.rope_write(qkv, turn, turn, cache, cache, jnp.zeros(2, jnp.int32), eps=1e-6)
+    rest = turn, turn, cache, cache, jnp.zeros(2, jnp.int32)
+    for given, words in (
+        (rows, "must be [T, K, P, D], or parts of it, got [2, 64]"),
+        (shape(4, 2, 2, 6, 16), "qkv [4, 2, 2, 6, 16] must be float32, got bfloat16"),
+        (shape(2, 2, 6, 16, dtype="float32"), "qkv [2, 2, 6, 16] must be bfloat16, got float32"),
+    ):
+        assert words in str(rope_write.refuses(given, *rest, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,15 @@ from jaxrunner.kernels_pallas.attention.decode_plan import (
 from jaxrunner.kernels_pallas.mosaic import Shaped
 from jaxrunner.model import AttentionSpec, RopeAndNorm
 from jaxrunner.operation import Operation
+from jaxrunner.ops.packed_parts import PackedParts, packed
 from jaxrunner.ops.plain import split_heads
 from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.parallel.stages import num_stages
 from jaxrunner.program.bucket import SHORT_LEN, Bucket
 from jaxrunner.program.program import Program
 from jaxrunner.types import Array, Batch, LayerCache
+
+Qkv: TypeAlias = Array | PackedParts  # packed projections, [T, K, P, D]
 
 
 def _decode(
@@ -137,32 +140,34 @@ ATTENTION, BATCH_INVARIANT_ATTENTION = map(_candidates, (DEFAULT, BATCH_INVARIAN
 
 
 def _fused_write(
-    batch: Batch, qkv: Array, heads: RopeAndNorm, cache: LayerCache, group: int
+    batch: Batch, qkv: Qkv, heads: RopeAndNorm, cache: LayerCache, group: int
 ) -> tuple[Array, LayerCache]:
     args = _write_args(batch, qkv, heads, cache, group)
-    q, k, v = rope_write.rope_write(*args, eps=heads.eps, one_more=heads.one_more)
+    how: Any = dict(eps=heads.eps, one_more=heads.one_more, dtype=qkv.dtype)
+    q, k, v = rope_write.rope_write(*args, **how)
     return q, replace(cache, k=k, v=v)
 
 
 def _refuses_write(
-    batch: Batch, qkv: Array, heads: RopeAndNorm, cache: LayerCache, group: int
+    batch: Batch, qkv: Qkv, heads: RopeAndNorm, cache: LayerCache, group: int
 ) -> str | None:
     if cache.k_scale is not None:
         return "wants a cache without scales"
-    return rope_write.refuses(*_write_args(batch, qkv, heads, cache, group))
+    return rope_write.refuses(*_write_args(batch, qkv, heads, cache, group), dtype=qkv.dtype)
 
 
 def _write_args(
-    batch: Batch, qkv: Array, heads: RopeAndNorm, cache: LayerCache, group: int
+    batch: Batch, qkv: Qkv, heads: RopeAndNorm, cache: LayerCache, group: int
 ) -> tuple[Any, ...]:
     cos, sin, q_norm, k_norm, *_ = heads
-    return qkv, cos, sin, cache.k, cache.v, batch.cache_index[group], q_norm, k_norm
+    numbers = qkv.parts if isinstance(qkv, PackedParts) else qkv
+    return numbers, cos, sin, cache.k, cache.v, batch.cache_index[group], q_norm, k_norm
 
 
 def _plain_write(
-    batch: Batch, qkv: Array, heads: RopeAndNorm, cache: LayerCache, group: int
+    batch: Batch, qkv: Qkv, heads: RopeAndNorm, cache: LayerCache, group: int
 ) -> tuple[Array, LayerCache]:
-    q, k, v = split_heads(qkv, heads)
+    q, k, v = split_heads(packed(qkv), heads)
     return q, reference.write_kv(batch, k, v, cache, group)
 
 

@@ -37,6 +37,7 @@ from jaxrunner.ops.attention import (
 )
 from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.latent import expanded
+from jaxrunner.ops.packed_parts import PackedParts
 from jaxrunner.ops.plain import add_rms_norm, glu, norm_heads, split_heads, summed
 from jaxrunner.ops.states import recurrence, short_conv, state_chunks, state_steps
 from jaxrunner.parallel.mesh import devices_of
@@ -125,8 +126,8 @@ def _plain(
 
     return Ops(
         attend=attend, rotate_attend=rotate_attend, attend_latent=attend_latent, linear=linear,
-        project=linear, mlp=mlp, route=run_route, experts=run_experts, add_norm=add_norm,
-        norm_heads=norm_heads, batch=batch, **states,
+        project_qkv=linear, project=linear, mlp=mlp, route=run_route, experts=run_experts,
+        add_norm=add_norm, norm_heads=norm_heads, batch=batch, **states,
     )  # fmt: skip
 
 
@@ -147,7 +148,7 @@ def fused(batch: Batch, *, note: Note = unnoted, batch_invariant: bool = False) 
         return run_first("attention", attention, batch, q, cache, spec, note=note), cache
 
     def rotate_attend(
-        qkv: Array, heads: RopeAndNorm, cache: Any, spec: AttentionSpec
+        qkv: Array | PackedParts, heads: RopeAndNorm, cache: Any, spec: AttentionSpec
     ) -> tuple[Array, Any]:
         args = batch, qkv, heads, cache, spec.group
         q, cache = run_first("rotate and write", ROTATE_WRITE, *args, note=note)
@@ -165,6 +166,7 @@ def fused(batch: Batch, *, note: Note = unnoted, batch_invariant: bool = False) 
         rotate_attend=rotate_attend,
         attend_latent=attend_latent,
         linear=functools.partial(products.linear, note=note),
+        project_qkv=functools.partial(products.project_qkv, note=note),
         project=functools.partial(products.project, note=note),
         mlp=functools.partial(products.mlp, note=note),
         route=functools.partial(experts.route, batch, note=note),

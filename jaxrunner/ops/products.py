@@ -16,6 +16,7 @@ from jaxrunner.ops import (
     quantized_products,
     word_products,
 )
+from jaxrunner.ops.packed_parts import PackedParts
 from jaxrunner.ops.plain import glu, multiply_parts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
@@ -31,6 +32,7 @@ class Known(NamedTuple):
     """Candidates of each operation for one class of weights, in their order, before plain JAX."""
 
     linear: tuple[Operation, ...]
+    project_qkv: tuple[Operation, ...]  # ahead of those of `linear`
     project: tuple[Operation, ...]
     gate_up: tuple[Operation, ...]  # of an MLP that is two products
 
@@ -38,6 +40,13 @@ class Known(NamedTuple):
 def linear(x: Array, w: Weights, *, note: Note) -> Array:
     """Multiplies x, [T, *inputs]. Returns [T, *outputs]."""
     return run_first("linear", (*w.kernels, *_known(w).linear, PLAIN), x, w, note=note)
+
+
+def project_qkv(x: Array, w: Weights, *, note: Note) -> Array | PackedParts:
+    """Multiplies x, [T, E], by [K, P, D, E]. Returns [T, K, P, D], or parts of it."""
+    known = _known(w)
+    candidates = *w.kernels, *known.project_qkv, *known.linear, PLAIN
+    return run_first("linear", candidates, x, w, note=note)
 
 
 def project(x: Array, w: Weights, *, note: Note) -> Array:
@@ -221,8 +230,11 @@ MLP = (
     *BESIDE_EXPERTS,
 )
 KNOWN: dict[type, Known] = {
-    Linear: Known(LINEAR, (PARTS,), ()),
+    Linear: Known(LINEAR, (), (PARTS,), ()),
     QuantizedLinear: Known(
-        quantized_products.WHOLE, quantized_products.IN_PARTS, quantized_products.WHOLE
+        quantized_products.WHOLE,
+        quantized_products.QKV,
+        quantized_products.IN_PARTS,
+        quantized_products.WHOLE,
     ),
 }

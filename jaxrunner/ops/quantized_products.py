@@ -8,7 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas.quantized import quantized_fit, quantized_matmul, quantized_mlp
+from jaxrunner.kernels_pallas.quantized import (
+    quantized_fit,
+    quantized_matmul,
+    quantized_mlp,
+    quantized_tile,
+)
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Note, Operation
 from jaxrunner.ops import banded_products, fp8_products, paired_products, word_products
@@ -24,7 +29,7 @@ def _matmul(x: Array, w: QuantizedLinear) -> Array:
 
 
 def _tiles(x: Array, w: QuantizedLinear) -> Array:
-    return _whole(quantized_fit.multiply, x, w)
+    return _whole(quantized_tile.multiply, x, w)
 
 
 def _whole(product: Callable[..., Array], x: Array, w: QuantizedLinear) -> Array:
@@ -40,7 +45,7 @@ def _matmul_parts(x: Array, w: QuantizedLinear) -> Array:
 
 
 def _tiles_parts(x: Array, w: QuantizedLinear) -> Array:
-    return _parts(functools.partial(quantized_fit.multiply, in_parts=True), x, w)
+    return _parts(functools.partial(quantized_tile.multiply, in_parts=True), x, w)
 
 
 def _parts(product: Callable[..., Array], x: Array, w: QuantizedLinear) -> Array:
@@ -153,6 +158,7 @@ WHOLE = (
     MATMUL,
     OF_FP8,
 )
+QKV = paired_products.QKV, word_products.QKV
 IN_PARTS = (
     fp8_products.IN_PARTS,
     fp8_products.BLOCKS,

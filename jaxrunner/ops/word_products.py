@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas.mosaic import Shaped
 from jaxrunner.kernels_pallas.products import add_norm
-from jaxrunner.kernels_pallas.quantized import quantized_fit
+from jaxrunner.kernels_pallas.quantized import quantized_fit, quantized_tile
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Operation
+from jaxrunner.ops.packed_parts import PackedParts
 from jaxrunner.ops.rounded_tokens import OrderedTokens, TokensForProducts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
@@ -58,7 +59,7 @@ def units(
     numbers = x.numbers if isinstance(x, OrderedTokens) else gate_up.inputs(x)[0]
     how: Any = dict(code=gate_up.scheme.code, activation=activation, dtype=x.dtype)
     how |= dict(words=words, for_words=for_words)
-    y = quantized_fit.multiply(numbers, *gate_up.matrices(), **how)
+    y = quantized_tile.multiply(numbers, *gate_up.matrices(), **how)
     return OrderedTokens(y) if for_words else y
 
 
@@ -86,9 +87,20 @@ def _tiles_parts(x: OrderedTokens, w: QuantizedLinear) -> Array:
     return _product(x, w, jnp.float32, in_parts=True)
 
 
+def _qkv(x: OrderedTokens, w: QuantizedLinear) -> PackedParts:
+    y = _product(x, w, jnp.float32, in_parts=True)
+    return PackedParts(y.reshape(*y.shape[:2], *w.weight.shape[:-1]), x.dtype)
+
+
+def _refuses_qkv(x: Array | TokensForProducts, w: QuantizedLinear) -> str | None:
+    if (reason := _refuses(x, w, in_parts=True)) is not None:
+        return reason
+    return quantized_fit.refuses_parts(*_shapes(x, w), w.scheme.code, words=True)
+
+
 def _product(x: OrderedTokens, w: QuantizedLinear, dtype: Any, *, in_parts: bool = False) -> Array:
     how: Any = dict(code=w.scheme.code, in_parts=in_parts, dtype=dtype, words=True)
-    return quantized_fit.multiply(x.numbers, *w.matrices(), **how)
+    return quantized_tile.multiply(x.numbers, *w.matrices(), **how)
 
 
 def _refuses(
@@ -111,12 +123,16 @@ def _unlike(x: Shaped | OrderedTokens, w: Weights, *, in_parts: bool = False) ->
 
 
 def _fit(x: Shaped | OrderedTokens, w: QuantizedLinear, **how: Any) -> str | None:
-    weight, scale, *_ = jax.eval_shape(QuantizedLinear.matrices, w)
-    tokens = jax.ShapeDtypeStruct((x.shape[0], w.num_inputs), x.dtype)
-    found = quantized_fit.fit(tokens, weight, scale, w.scheme.code, **how)
+    found = quantized_fit.fit(*_shapes(x, w), w.scheme.code, **how)
     return found if isinstance(found, str) else None
 
 
+def _shapes(x: Shaped | TokensForProducts, w: QuantizedLinear) -> tuple[Shaped, Shaped, Shaped]:
+    weight, scale, *_ = jax.eval_shape(QuantizedLinear.matrices, w)
+    return jax.ShapeDtypeStruct((x.shape[0], w.num_inputs), x.dtype), weight, scale
+
+
+QKV = Operation("quantized_tile of words in parts", _qkv, _refuses_qkv)
 TILES = Operation("quantized_tile of words", _tiles, _refuses)
 TILES_IN_PARTS = Operation(
     "quantized_tile of words in parts", _tiles_parts, functools.partial(_refuses, in_parts=True)

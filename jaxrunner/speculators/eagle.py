@@ -113,7 +113,7 @@ def layers(
     x = ops.linear(jnp.concatenate([x, feature], -1), params.fc)
     heads = RopeAndNorm(*rotation(c.rope, inputs), None, None, c.rms_norm_eps)
     spec = AttentionSpec(0, None, c.head_dim**-0.5)
-    out, cache = ops.rotate_attend(ops.linear(x, params.qkv), heads, kv[0], spec)
+    out, cache = ops.rotate_attend(ops.project_qkv(x, params.qkv), heads, kv[0], spec)
     x, h = ops.add_norm(x, ops.project(out, params.o), params.mlp_norm, c.rms_norm_eps)
     mlp = ops.mlp(h, params.gate_up, params.down)
     x, _ = ops.add_norm(x, mlp, params.mlp_norm, c.rms_norm_eps)  # the sum alone is used

@@ -117,7 +117,7 @@ def layers(
     heads = RopeAndNorm(*rotation(c.rope, inputs), None, None, eps)
     spec = AttentionSpec(0, None, c.head_dim**-0.5)
     h = rms_norm(x, w.attn_norm, eps)
-    out, cache = ops.rotate_attend(ops.linear(h, w.qkv), heads, kv[0], spec)
+    out, cache = ops.rotate_attend(ops.project_qkv(h, w.qkv), heads, kv[0], spec)
     x, h = ops.add_norm(x, ops.project(out, w.o), w.mlp_norm, eps)
     _, h = ops.add_norm(x, ops.mlp(h, w.gate_up, w.down), params.norm, eps)
     return h, h, (cache,)

@@ -6,6 +6,7 @@ but the sums of the norms. Nothing passes through shared memory: no barrier, no 
 """
 
 from dataclasses import dataclass
+import functools
 import math
 
 import jax
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxrunner.kernels_pallas import mosaic, pdl
 from jaxrunner.kernels_pallas.mosaic import Layout, Ref, Shaped
@@ -35,14 +37,17 @@ class TuningConfig:
 def refuses(
     qkv: Shaped, cos: Shaped, sin: Shaped, cache_k: Shaped, cache_v: Shaped, cache_index: Shaped,
     q_norm: Shaped | None = None, k_norm: Shaped | None = None,
-    *, config: TuningConfig = TuningConfig(),
+    *, dtype: DTypeLike | None = None, config: TuningConfig = TuningConfig(),
 ) -> str | None:  # fmt: skip
     """Returns why these shapes and dtypes are not served, None if they are."""
-    if qkv.ndim != 4:
-        return f"qkv must be [T, K, P, D], got {list(qkv.shape)}"
-    T, K, P, D = qkv.shape
-    if qkv.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"qkv must be bfloat16 or float16, got {qkv.dtype}"
+    if qkv.ndim not in (4, 5):
+        return f"qkv must be [T, K, P, D], or parts of it, got {list(qkv.shape)}"
+    dtype, (T, K, P, D) = jnp.dtype(dtype or qkv.dtype), qkv.shape[-4:]
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"qkv must be bfloat16 or float16, got {dtype}"
+    wanted = dtype if qkv.ndim == 4 else jnp.dtype(jnp.float32)
+    if qkv.dtype != wanted:
+        return f"qkv {list(qkv.shape)} must be {wanted}, got {qkv.dtype}"
     if P < 3:
         return f"qkv must pack at least 3 heads along P (a query, key and value), got {P}"
     if D not in (32, 64, 128, 256):
@@ -65,8 +70,8 @@ def refuses(
     if (q_norm is None) != (k_norm is None):
         return "q_norm and k_norm must be given both or neither"
     for name, w in ("q_norm", q_norm), ("k_norm", k_norm):
-        if w is not None and (w.shape != (D,) or w.dtype != qkv.dtype):
-            return f"{name} must be {qkv.dtype} [{D}], got {w.dtype} {list(w.shape)}"
+        if w is not None and (w.shape != (D,) or w.dtype != dtype):
+            return f"{name} must be {dtype} [{D}], got {w.dtype} {list(w.shape)}"
     if config.kv_heads and K % config.kv_heads:
         return f"kv_heads={config.kv_heads} must divide the {K} KV heads"
     return None
@@ -75,10 +80,12 @@ def refuses(
 def rope_write(
     qkv: Array, cos: Array, sin: Array, cache_k: Array, cache_v: Array, cache_index: Array,
     q_norm: Array | None = None, k_norm: Array | None = None,
-    *, eps: float, one_more: bool = False, config: TuningConfig = TuningConfig(),
+    *, eps: float, one_more: bool = False, dtype: DTypeLike | None = None,
+    config: TuningConfig = TuningConfig(),
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Norms and turns the queries and keys of qkv, [T, K, P, D], and writes keys and values.
 
+    qkv may be parts, [parts, T, K, P, D] in float32, whose sums are rounded to `dtype`.
     cos, sin: [T, 1, D / 2], float32, as `rope.rotation` makes them; pairs are D / 2 apart.
     cache_k, cache_v: [N, K, S, D], written in place where the caller donates them. Token t goes to
     [n, :, s] with cache_index[t] = n * S + s; an index of N * S or more, or below 0, writes
@@ -89,9 +96,9 @@ def rope_write(
       ValueError: what `refuses` says.
     """
     args = qkv, cos, sin, cache_k, cache_v, cache_index, q_norm, k_norm
-    if why := refuses(*args, config=config):
+    if why := refuses(*args, dtype=dtype, config=config):
         raise ValueError(why)
-    T, K, P, D = qkv.shape
+    dtype, (*parts, T, K, P, D) = jnp.dtype(dtype or qkv.dtype), qkv.shape
     G, half = P - 2, D // 2
     N, _, S, _ = cache_k.shape
     C = config.kv_heads or _kv_heads(T, K)
@@ -109,18 +116,25 @@ def rope_write(
         ]
         pdl.begin()
 
+        def read(heads: slice | int, h: slice, layout: Layout) -> Array:
+            """Loads columns h of the token's heads; of parts their sum."""
+            if not parts:
+                return _load(qkv_ref.at[t, c, heads, h], layout)
+            found = [_load(qkv_ref.at[i, t, c, heads, h], layout) for i in range(parts[0])]
+            return functools.reduce(jnp.add, found).astype(dtype)
+
         def turned(i: int, heads: slice | int) -> list[Array]:
             """Loads queries (i = 0) or keys (1), norms and turns them; returns their halves."""
             rows = shapes[i]
             layout, row = _layout(rows, half), _by_column(rows, half)
-            parts = [_load(qkv_ref.at[t, c, heads, h], layout) for h in halves]
+            both = [read(heads, h, layout) for h in halves]
             if norms:
-                parts = _rms_norm(parts, weights[i], eps, one_more)
+                both = _rms_norm(both, weights[i], eps, one_more)
             # Equal loads are merged before layouts are inferred, and queries and keys have two
             # layouts: each reads cosine and sine through references of its own.
             cos, sin = (_spread(_load(ref.at[t, 0], row), (*rows, half)) for ref in turns[i::2])
-            a, b = (x.astype(jnp.float32) for x in parts)
-            return [x.astype(qkv.dtype) for x in (a * cos - b * sin, b * cos + a * sin)]
+            a, b = (x.astype(jnp.float32) for x in both)
+            return [x.astype(dtype) for x in (a * cos - b * sin, b * cos + a * sin)]
 
         def write(cache_ref: Ref, x: Array, h: slice) -> None:
             """Writes columns h of the token's keys or values."""
@@ -130,7 +144,7 @@ def rope_write(
 
         at = at_ref[t]
         q, k = turned(0, slice(0, G)), turned(1, G)
-        v = _load(qkv_ref.at[t, c, G + 1], _layout((C,), D))
+        v = read(G + 1, slice(0, D), _layout((C,), D))
         for h, x in zip(halves, q, strict=True):
             put(q_ref.at[t, c, :, h], x)
 
@@ -142,7 +156,7 @@ def rope_write(
 
     q = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((T, K, G, D), qkv.dtype),
+        out_type=jax.ShapeDtypeStruct((T, K, G, D), dtype),
         grid=(T, K // C),
         grid_names=("t", "c"),
         kernel_name="rope_write",

@@ -114,15 +114,20 @@ def mlps(T: int, E: int, F: int, activation: str = "silu") -> Case:
 
 
 def writes(
-    T: int, heads: int, kv_heads: int, head_dim: int, *, normed: bool, one_more: bool = False
-) -> Case:
-    """Rotation of T tokens, and their keys and values into a cache; every fifth is padding."""
+    T: int, heads: int, kv_heads: int, head_dim: int, *, normed: bool, one_more: bool = False,
+    parts: int = 0,
+) -> Case:  # fmt: skip
+    """Rotation of T tokens, and their keys and values into a cache; every fifth is padding.
+
+    parts: that projections come in; 0 for none.
+    """
     K, D, S, P = kv_heads, head_dim, 64, heads // kv_heads + 2
     N = T // S + 3
 
     def make(seed: int) -> tuple[Array, ...]:
         rng, keys = np.random.default_rng(seed), jax.random.split(jax.random.key(seed), 5)
-        qkv = jax.random.normal(keys[0], (T, K, P, D), jnp.bfloat16)
+        cut, dtype = ((parts,), jnp.float32) if parts else ((), jnp.bfloat16)
+        qkv = jax.random.normal(keys[0], (*cut, T, K, P, D), dtype)
         angle = jnp.asarray(rng.uniform(0, 6, (T, 1, D // 2)), jnp.float32)
         k, v = (jax.random.normal(key, (N, K, S, D), jnp.bfloat16) for key in keys[1:3])
         at = rng.permutation(N * S)[:T].astype(np.int32)
@@ -131,7 +136,9 @@ def writes(
         return qkv, jnp.cos(angle), jnp.sin(angle), k, v, jnp.asarray(at), *weights
 
     name = f"{T} tokens, {heads} heads of {D}" + ", normed" * normed + ", 1 + w" * one_more
+    name += f", {parts} parts" if parts else ""
     options: dict[str, Any] = dict(eps=1e-6, one_more=one_more)
+    options |= dict(dtype="bfloat16") if parts else {}
     run = functools.partial(rope_write, **options)
     return Case("rope_write", name, make, run, 4.0 * T * K * P * D, "TB/s", options)
 
@@ -204,6 +211,11 @@ TESTS: tuple[Case, ...] = (
                     words=True),
     quantized_tiles(64, 3072, 256, "int4", group=64, groups=2, parts=2, terms=256, exact=True,
                     words=True),
+    quantized_tiles(64, 1024, 896, "int4", group=128, groups=4, exact=True, shared=True,
+                    activation="silu", words=True),
+    quantized_tiles(32, 1024, 640, "int8", groups=3, shared=True),
+    quantized_tiles(64, 2048, 768, "int4", group=128, groups=3, parts=4, terms=256, exact=True,
+                    words=True),
     quantized_tiles(256, 1024, 2048, "float8_e4m3fn", run=128, group=128, terms=64, num_ctas=6),
     quantized_tiles(256, 1024, 128, "int8", groups=1, turns=2, terms=64, tokens=128),
     *FP8,
@@ -212,6 +224,7 @@ TESTS: tuple[Case, ...] = (
     writes(1, 8, 2, 128, normed=False), writes(7, 16, 8, 128, normed=True),
     writes(300, 4, 4, 64, normed=True), writes(64, 8, 4, 256, normed=False),
     writes(9, 16, 8, 256, normed=True, one_more=True),
+    writes(33, 16, 4, 128, normed=True, parts=4), writes(64, 32, 8, 128, normed=False, parts=2),
     *(draws(8, V, "top-k and top-p", k=50, p=0.95) for V in (50, 1111, 128256, 262208)),
     draws(8, 50257, "temperature"), draws(5, 32000, "min-p", min_p=0.05),
     draws(4, 4096, "top-p", p=0.9), draws(6, 1111, "all", k=300, p=0.9, min_p=0.01),
@@ -258,7 +271,8 @@ BENCH: tuple[Case, ...] = (
     *BENCH_BANDS,
     full_tiles(1 << 14, 256, 8, 7168, 512), *BENCH_QUANTIZED_MIXTURES,
     *(choices(T, 256, How(8, "sigmoid", True, 8, 4)) for T in (8, 256)),
-    *(writes(T, 32, 8, 128, normed=False) for T in (8, 8192)),
+    *(writes(T, 32, 8, 128, normed=False) for T in (8, 64, 8192)),
+    writes(64, 32, 8, 128, normed=False, parts=4),
     *(draws(N, 128256, "top-k and top-p", k=50, p=0.95) for N in (1, 64, 256)),
     draws(256, 128256, "temperature"), *MODELS, *CONVS, *LONG_PROMPTS,
 )  # fmt: skip

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxrunner.kernels_pallas.cases.case import Case
 from jaxrunner.kernels_pallas.cases.fp8_case import rounded_norms, roundings
 from jaxrunner.kernels_pallas.cases.quantized_case import few_bits
-from jaxrunner.kernels_pallas.quantized import quantized_fit
 from jaxrunner.kernels_pallas.quantized.add_norm_pairs import add_norm_pairs
 from jaxrunner.kernels_pallas.quantized.fp8_pairs import fp8_pairs
-from jaxrunner.kernels_pallas.quantized.quantized_tile import TuningConfig, quantized_tile
+from jaxrunner.kernels_pallas.quantized.quantized_fit import TuningConfig
+from jaxrunner.kernels_pallas.quantized.quantized_tile import multiply, quantized_tile
 from jaxrunner.types import Array
 
 CODE = "float8_e4m3fn"
@@ -53,7 +53,7 @@ def paired_tiles(
             how["config"] = TuningConfig(**sizes)
             y = quantized_tile(numbers, weight, scale, x_scale, **how)
         else:
-            y = quantized_fit.multiply(numbers, weight, scale, x_scale, in_parts=in_parts, **how)
+            y = multiply(numbers, weight, scale, x_scale, in_parts=in_parts, **how)
         return (y.sum(0) if y.ndim == 3 else y).astype(x.dtype)
 
     make = functools.partial(few_bits, T, E, F, CODE, run, group or E, False)
@@ -73,6 +73,8 @@ PAIRS = (
     paired_norms(8, 4096), paired_norms(5, 1024, 3),
     paired_tiles(64, 1024, 512, 128, 128, groups=4),
     paired_tiles(64, 1024, 256, groups=1, turns=2, parts=2),
+    paired_tiles(64, 2048, 768, 128, 128, groups=3, parts=4),
+    paired_tiles(64, 1024, 448, groups=4, shared=True),
     paired_tiles(128, 1536, 512, 128, 256, groups=2, num_ctas=2),
     paired_tiles(128, 1024, 512, 1, 128, groups=2, cluster=1, tokens=64),
     paired_tiles(64, 2048, 6144, 128, 128),

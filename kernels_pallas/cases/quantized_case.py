@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.kernels_pallas.cases.case import Case
-from jaxrunner.kernels_pallas.quantized import quantized_fit, widen, widen_tile
+from jaxrunner.kernels_pallas.quantized import widen, widen_tile
+from jaxrunner.kernels_pallas.quantized.quantized_fit import TuningConfig
 from jaxrunner.kernels_pallas.quantized.quantized_matmul import quantized_matmul
 from jaxrunner.kernels_pallas.quantized.quantized_mlp import Few, quantized_mlp
-from jaxrunner.kernels_pallas.quantized.quantized_tile import TuningConfig, quantized_tile
+from jaxrunner.kernels_pallas.quantized.quantized_tile import multiply, quantized_tile
 from jaxrunner.types import Array
 
 
@@ -92,7 +93,7 @@ def fitted_tiles(
     """
 
     def run_it(x: Array, weight: Array, scale: Array) -> Array:
-        y = quantized_fit.multiply(x, weight, scale, in_parts=in_parts, words=words, **options)
+        y = multiply(x, weight, scale, in_parts=in_parts, words=words, **options)
         return y.sum(0).astype(x.dtype) if in_parts else y
 
     options: Any = dict(code=code, activation=activation)

@@ -123,12 +123,12 @@ def _attend(
     turn: tuple[Array, Array, Array | None], spec: AttentionSpec,
 ) -> tuple[Array, Any]:  # fmt: skip
     """Attends with h, [T, E]. Returns the attended values, [T, H, D], and the cache."""
-    eps, qkv, (cos, sin, growth) = config.rms_norm_eps, ops.linear(h, w.qkv), turn
+    eps, (cos, sin, growth) = config.rms_norm_eps, turn
     of_layers = w.q_norm is not None and config.norm == "layer"
     if w.q_width_norm is None and not of_layers and growth is None:
         heads = RopeAndNorm(cos, sin, w.q_norm, w.k_norm, eps, config.norm == ONE_MORE)
-        return ops.rotate_attend(qkv, heads, cache, spec)
-    q, k, v = unpacked(qkv)
+        return ops.rotate_attend(ops.project_qkv(h, w.qkv), heads, cache, spec)
+    q, k, v = unpacked(ops.linear(h, w.qkv))
     if w.q_width_norm is not None and w.k_width_norm is not None:
         q, k = ops.norm_heads(q, w.q_width_norm, eps), ops.norm_heads(k, w.k_width_norm, eps)
     if w.q_norm is not None and w.k_norm is not None:

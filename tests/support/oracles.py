@@ -213,8 +213,10 @@ def lora_units(y, low, b, place):
     return gate / (1 + np.exp(-gate)) * up
 
 
-def rope_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None, *, eps, one_more=False):
+def rope_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None, *, eps, one_more=False,
+               dtype=None):  # fmt: skip
     heads, cos, sin = wide(qkv), wide(cos), wide(sin)
+    heads = heads if dtype is None else heads.sum(0)
     q, new_k, new_v = heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]
     if q_norm is not None:
         q, new_k = (rms_norm(x, wide(w) + one_more, eps) for x, w in ((q, q_norm), (new_k, k_norm)))

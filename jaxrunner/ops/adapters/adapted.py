@@ -5,7 +5,7 @@ products; weights without adapters run through what they would run through anywa
 """
 
 from dataclasses import replace
-import functools
+from functools import lru_cache, partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -65,15 +65,19 @@ def adapted_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
             return ops.add_norm(x, residual.all(), weight, eps, one_more, *end, **told)
         return norm_kernel.add_rms_norm(x, residual.parts, weight, more, eps=eps, one_more=one_more)
 
-    per_head = functools.partial(_per_head, ops, places)
+    per_head = partial(_per_head, ops, places)
     return replace(
         ops, linear=linear, project=project, mlp=mlp, add_norm=add_norm, per_head=per_head,
-        plain_linear=functools.partial(_plain_linear, ops, places),
-        attend_latent=functools.partial(ops.attend_latent, per_head=per_head),
+        project_qkv=partial(_project_qkv, ops, linear), plain_linear=partial(_plain, ops, places),
+        attend_latent=partial(ops.attend_latent, per_head=per_head),
     )  # fmt: skip
 
 
-def _plain_linear(ops: Ops, places: Any, x: Array, w: Any) -> Array:
+def _project_qkv(ops: Ops, linear: Any, x: Array, w: Any) -> Any:
+    return linear(x, w) if isinstance(w, AdaptedLinear) else ops.project_qkv(x, w)
+
+
+def _plain(ops: Ops, places: Any, x: Array, w: Any) -> Array:
     if not isinstance(w, AdaptedLinear):
         return ops.plain_linear(x, w)
     return _added(ops.plain_linear(x, w.base), x, w.stack, places())
@@ -107,7 +111,7 @@ ADDED = Operation("plain JAX", _added)
 UNITS = Operation("plain JAX", _units)
 
 
-@functools.lru_cache(maxsize=64)  # partials are not equal, and so would be no programs of them
+@lru_cache(maxsize=64)  # partials are not equal, and so would be no programs of them
 def adapted(make: MakeOps) -> MakeOps:
     """Returns `adapted_ops` of what makes the operations of weights without adapters."""
-    return functools.partial(adapted_ops, make)
+    return partial(adapted_ops, make)
