@@ -11,8 +11,9 @@ import pytest
 from jaxrunner.kernels_pallas import reference
 from jaxrunner.kernels_pallas.cases.catalog import TESTS, Case
 from jaxrunner.model import AttentionSpec, RopeAndNorm
-from jaxrunner.ops.packed_parts import PackedParts, packed
-from jaxrunner.ops.plain import add_rms_norm, split_heads
+from jaxrunner.ops.attention import ROTATE_WRITE
+from jaxrunner.ops.packed_parts import PackedParts
+from jaxrunner.ops.plain import add_rms_norm
 from jaxrunner.types import LayerCache
 from tests.support import oracles
 from tests.support.kernels import BOUND, batch_of, case_id, error
@@ -28,11 +29,10 @@ def add(x, residual, weight, end=None, **options):
 
 @functools.partial(jax.jit, static_argnames=("eps", "one_more", "dtype"))
 def rotate_and_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None, dtype=None, **options):
-    qkv = qkv if dtype is None else packed(PackedParts(qkv, dtype))
-    q, new_k, new_v = split_heads(qkv, RopeAndNorm(cos, sin, q_norm, k_norm, **options))
+    qkv, plain = qkv if dtype is None else PackedParts(qkv, dtype), ROTATE_WRITE[-1]
     batch = batch_of(1, [0, 0], [0], np.zeros((1, 1), np.int32), k.shape)
-    cache = LayerCache(k, v, None, None)
-    cache = reference.write_kv(replace(batch, cache_index=(at,)), new_k, new_v, cache, 0)
+    heads, cache = RopeAndNorm(cos, sin, q_norm, k_norm, **options), LayerCache(k, v, None, None)
+    q, cache = plain.run(replace(batch, cache_index=(at,)), qkv, heads, cache, 0)
     return q, cache.k, cache.v
 
 

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from jaxrunner.kernels_pallas.products.add_norm import add_rms_norm
-from jaxrunner.kernels_pallas.quantized.quantized_tile import TuningConfig, quantized_tile
+from jaxrunner.kernels_pallas.quantized import quantized_fit
+from jaxrunner.kernels_pallas.quantized.quantized_fit import OWN_REGISTERS, TuningConfig
+from jaxrunner.kernels_pallas.quantized.quantized_tile import quantized_tile
 from jaxrunner.kernels_pallas.quantized.widen_tile import in_order
 from jaxrunner.ops import word_products
+from jaxrunner.ops.packed_parts import PackedParts
 from jaxrunner.ops.rounded_tokens import OrderedTokens
 from jaxrunner.quantization.scheme import Activation, Scheme
 from tests.support.lowering import lowers
@@ -60,6 +63,53 @@ def test_a_norm_comes_in_order_where_words_of_weights_are_read(tokens, scheme, n
 
 
 @lowers
+@pytest.mark.parametrize(
+    ("tokens", "packed", "name", "parts"),
+    [
+        (64, 6, "quantized_tile of words in parts", 4),  # of three warpgroups' rows, in 128 blocks
+        (64, 8, "quantized_tile of words", 0),  # of one warpgroup's rows, in 128 blocks
+        (128, 6, "quantized_tile", 0),
+    ],
+)
+def test_qkv_comes_in_parts_where_that_leaves_less_to_the_busiest(tokens, packed, name, parts):
+    def run(ops: Any, x: Any, norm: Any, w: Any) -> Any:
+        _, h = ops.add_norm(x, x, norm, 1e-5, readers=(w,))
+        qkv = ops.project_qkv(h, w)
+        assert isinstance(qkv, PackedParts) == bool(parts)
+        assert (qkv.shape, qkv.dtype) == ((tokens, 8, packed, 128), x.dtype)
+        assert not parts or qkv.parts.shape == (parts, *qkv.shape)
+
+    w = weights(FOUR, 8 * packed * 128, 4096)
+    w = jax.tree.map(lambda a: shaped(8, packed, 128, *a.shape[1:], dtype=a.dtype), w)
+    told = chosen(run, shaped(tokens, 4096), shaped(4096), w)
+    assert told["linear"] == name
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("outputs", "groups", "shared"), [(28672, 4, True), (24576, 3, False), (16384, 2, False)]
+)
+def test_tiles_of_words_leave_the_busiest_multiprocessor_least(outputs, groups, shared):
+    shapes = shaped(64, 4096), shaped(outputs, 2048), shaped(outputs, 32, dtype=jnp.float32)
+    c = quantized_fit.fit(*shapes, "int4", activation="silu", words=True)
+    assert isinstance(c, TuningConfig)
+    if OWN_REGISTERS or not shared:
+        assert (c.groups, c.shared) == (groups, shared)
+        assert 118 < outputs // c.height * c.cluster <= 132  # blocks
+
+
+@lowers
+def test_products_are_left_whole_in_words():
+    def reason(tokens: int, outputs: int) -> str | None:
+        shapes = shaped(tokens, 4096), shaped(outputs, 2048), shaped(outputs, 32, dtype=jnp.float32)
+        return quantized_fit.refuses_parts(*shapes, "int4", words=True)
+
+    assert reason(64, 6144) is None
+    assert reason(64, 8192) == "leaves as much to the busiest multiprocessor in 4 parts"
+    assert reason(56, 6144) == "is ahead for 64 to 256 tokens, got 56"
+
+
+@lowers
 def test_units_come_in_the_order_that_the_second_product_wants():
     def run(ops: Any, *args: Any) -> Any:
         y, _ = norm_and_mlp(ops, *args)
@@ -101,6 +151,11 @@ def test_kernels_refuse_another_order_in_words():
             lambda *a: quantized_tile(*a, code="int8", **how),
             x, shaped(256, 256, dtype=jnp.int8), scale,
         )  # fmt: skip
+    how = dict(config=TuningConfig(groups=2, turns=2, shared=True, exact=True))
+    with pytest.raises(ValueError, match="clusters of two, and no turns, where blocks share rows"):
+        jax.eval_shape(
+            lambda *a: quantized_tile(*a, code="int4", **how), x, shaped(256, 128), scale
+        )
     norm = shaped(4, 192), shaped(4, 192), shaped(192)
     with pytest.raises(ValueError, match="wants 8 neighbours of a row in a thread, got 1 of 192"):
         jax.eval_shape(lambda *a: add_rms_norm(*a, eps=1e-5, for_words=True), *norm)

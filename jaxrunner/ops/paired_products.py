@@ -15,7 +15,6 @@ from jaxrunner.kernels_pallas.quantized import (
 )
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Operation
-from jaxrunner.ops.packed_parts import PackedParts
 from jaxrunner.ops.rounded_tokens import PairedTokens, add_norm_in_fp8
 from jaxrunner.quantization.fp8 import E4M3
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
@@ -57,17 +56,6 @@ def _tiles_parts(x: PairedTokens, w: QuantizedLinear) -> Array:
     return _product(x.numbers, x.scale, w, jnp.float32, in_parts=True)
 
 
-def _qkv(x: PairedTokens, w: QuantizedLinear) -> PackedParts:
-    y = _tiles_parts(x, w)
-    return PackedParts(y.reshape(*y.shape[:2], *w.weight.shape[:-1]), x.dtype)
-
-
-def _refuses_qkv(x: Array | PairedTokens, w: QuantizedLinear) -> str | None:
-    if (reason := _refuses_tiles_parts(x, w)) is not None:
-        return reason
-    return quantized_fit.refuses_parts(*_shapes(x, w), w.scheme.code)
-
-
 def _product(
     numbers: Array, scale: Array, w: QuantizedLinear, dtype: Any, *, in_parts: bool = False
 ) -> Array:
@@ -96,15 +84,11 @@ def _unlike(x: Shaped | PairedTokens, w: QuantizedLinear, *, in_parts: bool = Fa
         return "wants weights in fp8, without zero points, and inputs that stay floats"
     if w.permutation is not None or w.num_in != 1:
         return "wants one axis of inputs, held as they come"
-    found = quantized_fit.fit(*_shapes(x, w), w.scheme.code, in_parts=in_parts)
+    weight, scale, *_ = jax.eval_shape(QuantizedLinear.matrices, w)
+    pairs = jax.ShapeDtypeStruct((2, *x.shape), E4M3)
+    found = quantized_fit.fit(pairs, weight, scale, w.scheme.code, in_parts=in_parts)
     return found if isinstance(found, str) else None
 
 
-def _shapes(x: Shaped | PairedTokens, w: QuantizedLinear) -> tuple[Shaped, Shaped, Shaped]:
-    weight, scale, *_ = jax.eval_shape(QuantizedLinear.matrices, w)
-    return jax.ShapeDtypeStruct((2, *x.shape), E4M3), weight, scale
-
-
-QKV = Operation("quantized_tile of pairs in parts", _qkv, _refuses_qkv)
 TILES = Operation("quantized_tile of pairs", _tiles, _refuses)
 TILES_IN_PARTS = Operation("quantized_tile of pairs in parts", _tiles_parts, _refuses_tiles_parts)

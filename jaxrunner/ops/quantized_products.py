@@ -158,7 +158,7 @@ WHOLE = (
     MATMUL,
     OF_FP8,
 )
-QKV = paired_products.QKV, word_products.QKV
+QKV = (word_products.QKV,)
 IN_PARTS = (
     fp8_products.IN_PARTS,
     fp8_products.BLOCKS,
