@@ -19,8 +19,8 @@ ROUNDING = Activation("float8_e4m3fn", group=128)
 class RoundedTokens:
     """Stands for a norm, [T, E], that only products read which round it to fp8 by 128 terms.
 
-    `Ops.linear`, `project_qkv` and `mlp` take it of the weights that `add_norm` was told as its readers, and
-    ask it for its shape and dtype.
+    `Ops.linear`, `project_qkv` and `mlp` take it of the weights that `add_norm` was told as its
+    readers, and ask it for its shape and dtype.
     """
 
     numbers: Array = leaf("T E", jnp.float8_e4m3fn)
