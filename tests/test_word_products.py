@@ -93,9 +93,11 @@ def test_tiles_of_words_leave_the_busiest_multiprocessor_least(outputs, groups, 
     shapes = shaped(64, 4096), shaped(outputs, 2048), shaped(outputs, 32, dtype=jnp.float32)
     c = quantized_fit.fit(*shapes, "int4", activation="silu", words=True)
     assert isinstance(c, TuningConfig)
-    if OWN_REGISTERS or not shared:
-        assert (c.groups, c.shared) == (groups, shared)
-        assert 118 < outputs // c.height * c.cluster <= 132  # blocks
+    if shared and not OWN_REGISTERS:  # nor may four warpgroups run
+        assert (c.groups, c.shared) == (2, False)
+        return
+    assert (c.groups, c.shared) == (groups, shared)
+    assert 118 < outputs // c.height * c.cluster <= 132  # blocks
 
 
 @lowers

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 import functools
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,13 @@ from jaxrunner.kernels_pallas.attention.decode_plan import (
 from jaxrunner.kernels_pallas.mosaic import Shaped
 from jaxrunner.model import AttentionSpec, RopeAndNorm
 from jaxrunner.operation import Operation
-from jaxrunner.ops.packed_parts import PackedParts, packed
+from jaxrunner.ops.packed_parts import PackedParts, Qkv, packed
 from jaxrunner.ops.plain import split_heads
 from jaxrunner.parallel.mesh import TENSOR
 from jaxrunner.parallel.stages import num_stages
 from jaxrunner.program.bucket import SHORT_LEN, Bucket
 from jaxrunner.program.program import Program
 from jaxrunner.types import Array, Batch, LayerCache
-
-Qkv: TypeAlias = Array | PackedParts  # packed projections, [T, K, P, D]
 
 
 def _decode(

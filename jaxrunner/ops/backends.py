@@ -37,7 +37,7 @@ from jaxrunner.ops.attention import (
 )
 from jaxrunner.ops.latent import attention as latent_attention
 from jaxrunner.ops.latent import expanded
-from jaxrunner.ops.packed_parts import PackedParts
+from jaxrunner.ops.packed_parts import Qkv
 from jaxrunner.ops.plain import add_rms_norm, glu, norm_heads, split_heads, summed
 from jaxrunner.ops.states import recurrence, short_conv, state_chunks, state_steps
 from jaxrunner.parallel.mesh import devices_of
@@ -148,7 +148,7 @@ def fused(batch: Batch, *, note: Note = unnoted, batch_invariant: bool = False) 
         return run_first("attention", attention, batch, q, cache, spec, note=note), cache
 
     def rotate_attend(
-        qkv: Array | PackedParts, heads: RopeAndNorm, cache: Any, spec: AttentionSpec
+        qkv: Qkv, heads: RopeAndNorm, cache: Any, spec: AttentionSpec
     ) -> tuple[Array, Any]:
         args = batch, qkv, heads, cache, spec.group
         q, cache = run_first("rotate and write", ROTATE_WRITE, *args, note=note)

@@ -111,7 +111,7 @@ def _refuses(x: Shaped, w: QuantizedLinear) -> str | None:
 
 def sides(tokens: Shaped, w: QuantizedLinear) -> tuple[Shaped, Shaped, Shaped, Shaped]:
     """Returns the shapes of tokens, [T, E], in fp8, of their scales, and of weights and theirs."""
-    (T, E), (weight, scale, *_) = tokens.shape, jax.eval_shape(QuantizedLinear.matrices, w)
+    (T, E), (_, weight, scale) = tokens.shape, w.product_shapes(tokens)
     x_scale = jax.ShapeDtypeStruct((E // TERMS, T), jnp.float32)
     return jax.ShapeDtypeStruct((T, E), E4M3), x_scale, weight, scale
 

@@ -1,6 +1,6 @@
 """Queries, keys and values whose product comes in parts, which what rotates them adds up."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 
@@ -24,6 +24,9 @@ class PackedParts:
         return self.parts.shape[1:]
 
 
-def packed(qkv: Array | PackedParts) -> Array:
+Qkv: TypeAlias = Array | PackedParts  # packed projections, [T, K, P, D]
+
+
+def packed(qkv: Qkv) -> Array:
     """Returns packed projections, [T, K, P, D]; of parts their sum, which is rounded once."""
     return qkv.parts.sum(0).astype(qkv.dtype) if isinstance(qkv, PackedParts) else qkv

@@ -84,7 +84,7 @@ def _unlike(x: Shaped | PairedTokens, w: QuantizedLinear, *, in_parts: bool = Fa
         return "wants weights in fp8, without zero points, and inputs that stay floats"
     if w.permutation is not None or w.num_in != 1:
         return "wants one axis of inputs, held as they come"
-    weight, scale, *_ = jax.eval_shape(QuantizedLinear.matrices, w)
+    _, weight, scale = w.product_shapes(x)
     pairs = jax.ShapeDtypeStruct((2, *x.shape), E4M3)
     found = quantized_fit.fit(pairs, weight, scale, w.scheme.code, in_parts=in_parts)
     return found if isinstance(found, str) else None

@@ -16,7 +16,7 @@ from jaxrunner.ops import (
     quantized_products,
     word_products,
 )
-from jaxrunner.ops.packed_parts import PackedParts
+from jaxrunner.ops.packed_parts import Qkv
 from jaxrunner.ops.plain import glu, multiply_parts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
@@ -42,7 +42,7 @@ def linear(x: Array, w: Weights, *, note: Note) -> Array:
     return run_first("linear", (*w.kernels, *_known(w).linear, PLAIN), x, w, note=note)
 
 
-def project_qkv(x: Array, w: Weights, *, note: Note) -> Array | PackedParts:
+def project_qkv(x: Array, w: Weights, *, note: Note) -> Qkv:
     """Multiplies x, [T, E], by [K, P, D, E]. Returns [T, K, P, D], or parts of it."""
     known = _known(w)
     candidates = *w.kernels, *known.project_qkv, *known.linear, PLAIN

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +57,7 @@ def _parts(product: Callable[..., Array], x: Array, w: QuantizedLinear) -> Array
 def _refuses(x: Array, w: QuantizedLinear, max_parts: int = 1) -> str | None:
     if (reason := _unlike(w, max_parts > 1)) is not None:
         return reason
-    return quantized_matmul.refuses(*_shapes(x, w), w.scheme.code, max_parts)
+    return quantized_matmul.refuses(*w.product_shapes(x), w.scheme.code, max_parts)
 
 
 def _refuses_parts(x: Array, w: QuantizedLinear) -> str | None:
@@ -70,7 +69,7 @@ def _refuses_tiles(x: Array, w: QuantizedLinear, in_parts: bool = False) -> str 
         return reason
     if w.zero is not None:
         return "wants weights without zero points"
-    found = quantized_fit.fit(*_shapes(x, w), w.scheme.code, in_parts=in_parts)
+    found = quantized_fit.fit(*w.product_shapes(x), w.scheme.code, in_parts=in_parts)
     return found if isinstance(found, str) else None
 
 
@@ -85,12 +84,6 @@ def _unlike(w: QuantizedLinear, in_parts: bool) -> str | None:
     if in_parts and w.bias is not None:
         return "wants weights without bias"
     return None
-
-
-def _shapes(x: Array, w: QuantizedLinear) -> tuple[Any, Any, Any]:
-    """Returns the shapes of tokens, weights and scales as kernels take them."""
-    weight, scale, *_ = jax.eval_shape(QuantizedLinear.matrices, w)
-    return jax.ShapeDtypeStruct((x.shape[0], math.prod(x.shape[1:])), x.dtype), weight, scale
 
 
 def _fp8_product(x: Array, w: QuantizedLinear) -> Array:
@@ -139,7 +132,7 @@ def _refuses_whole_mlp(
     code = gate_up.scheme.code
     if code != down.scheme.code:
         return f"wants weights of one kind, got {code} and {down.scheme.code}"
-    first, second = (quantized_mlp.Few(*_shapes(x, w)[1:]) for w in (gate_up, down))
+    first, second = (quantized_mlp.Few(*w.product_shapes(x)[1:]) for w in (gate_up, down))
     return quantized_mlp.refuses(x, first, second, code)
 
 

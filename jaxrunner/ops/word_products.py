@@ -95,7 +95,7 @@ def _qkv(x: OrderedTokens, w: QuantizedLinear) -> PackedParts:
 def _refuses_qkv(x: Array | TokensForProducts, w: QuantizedLinear) -> str | None:
     if (reason := _refuses(x, w, in_parts=True)) is not None:
         return reason
-    return quantized_fit.refuses_parts(*_shapes(x, w), w.scheme.code, words=True)
+    return quantized_fit.refuses_parts(*w.product_shapes(x), w.scheme.code, words=True)
 
 
 def _product(x: OrderedTokens, w: QuantizedLinear, dtype: Any, *, in_parts: bool = False) -> Array:
@@ -123,13 +123,8 @@ def _unlike(x: Shaped | OrderedTokens, w: Weights, *, in_parts: bool = False) ->
 
 
 def _fit(x: Shaped | OrderedTokens, w: QuantizedLinear, **how: Any) -> str | None:
-    found = quantized_fit.fit(*_shapes(x, w), w.scheme.code, **how)
+    found = quantized_fit.fit(*w.product_shapes(x), w.scheme.code, **how)
     return found if isinstance(found, str) else None
-
-
-def _shapes(x: Shaped | TokensForProducts, w: QuantizedLinear) -> tuple[Shaped, Shaped, Shaped]:
-    weight, scale, *_ = jax.eval_shape(QuantizedLinear.matrices, w)
-    return jax.ShapeDtypeStruct((x.shape[0], w.num_inputs), x.dtype), weight, scale
 
 
 QKV = Operation("quantized_tile of words in parts", _qkv, _refuses_qkv)

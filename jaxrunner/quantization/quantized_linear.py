@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jaxrunner.quantization import sorted_inputs
 from jaxrunner.quantization.activations import rounded
 from jaxrunner.quantization.scheme import CODES, Scheme
 from jaxrunner.types import Array
+
+Shape: TypeAlias = jax.ShapeDtypeStruct
 
 E8M0_BIAS = 127
 
@@ -65,6 +67,15 @@ class QuantizedLinear:
             return weight, scale, *zeros
         size, own = self.scheme.block[1], sorted_inputs.own_groups
         return weight, *(own(a, self.num_inputs, size, self.across) for a in (scale, *zeros))
+
+    def product_shapes(self, x: Any) -> tuple[Shape, Shape, Shape]:
+        """Returns the shapes of x, [T, *inputs], as [T, inputs], and of weights and scales.
+
+        These are the first two of `matrices`.
+        """
+        tokens = jax.ShapeDtypeStruct((x.shape[0], self.num_inputs), x.dtype)
+        weight, scale, *_ = jax.eval_shape(QuantizedLinear.matrices, self)
+        return tokens, weight, scale
 
     @property
     def num_inputs(self) -> int:

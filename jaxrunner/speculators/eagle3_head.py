@@ -77,7 +77,7 @@ def layers(
         x = h
     heads = RopeAndNorm(*rotation(c.rope, inputs), w.q_norm, w.k_norm, eps)
     spec = AttentionSpec(group, c.windows[0], c.head_dim**-0.5)
-    qkv = ops.linear(jnp.concatenate([e, h], -1), w.qkv)
+    qkv = ops.project_qkv(jnp.concatenate([e, h], -1), w.qkv)
     out, kv = ops.rotate_attend(qkv, heads, kv, spec)
     x, h = ops.add_norm(x, ops.project(out, w.o), w.mlp_norm, eps)
     x, h = ops.add_norm(x, ops.mlp(h, w.gate_up, w.down), w.norm, eps)

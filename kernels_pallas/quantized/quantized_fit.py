@@ -211,7 +211,7 @@ LARGEST = (
     if OWN_REGISTERS
     else TuningConfig(groups=2, terms=256, exact=True)
 )
-# Terms of three groups' steps: there 256 spill, too.
+# Terms of three groups' steps: 256 spill where none have registers of their own.
 OF_THREE = (256, 128) if OWN_REGISTERS else (128,)
 # In place of 112 blocks with four warpgroups' rows 128 have three, and half of one with a peer.
 SHARED = (replace(LARGEST, shared=True),) if OWN_REGISTERS else ()
@@ -268,6 +268,7 @@ def fit(
         return f"is ahead for {MIN_TOKENS} to {most} tokens, got {T}"
     rule = next(rule for rule in RULES if T <= rule.tokens)
     # A scale of a whole sum is multiplied with it in any case. Larger steps are for several sums.
+    # Registers spill where blocks share rows of weights that are read by bytes.
     group, sizes = x.shape[-1] // scale.shape[1], rule.parts if in_parts else rule.whole
     found = [
         replace(c, exact=c.exact and scale.shape[1] > 1)

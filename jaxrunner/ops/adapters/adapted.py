@@ -68,16 +68,16 @@ def adapted_ops(make: MakeOps, batch: Batch, *, note: Note = unnoted) -> Ops:
     per_head = partial(_per_head, ops, places)
     return replace(
         ops, linear=linear, project=project, mlp=mlp, add_norm=add_norm, per_head=per_head,
-        project_qkv=partial(_project_qkv, ops, linear), plain_linear=partial(_plain, ops, places),
+        project_qkv=partial(_qkv, ops, linear), plain_linear=partial(_plain_linear, ops, places),
         attend_latent=partial(ops.attend_latent, per_head=per_head),
     )  # fmt: skip
 
 
-def _project_qkv(ops: Ops, linear: Any, x: Array, w: Any) -> Any:
+def _qkv(ops: Ops, linear: Any, x: Array, w: Any) -> Any:
     return linear(x, w) if isinstance(w, AdaptedLinear) else ops.project_qkv(x, w)
 
 
-def _plain(ops: Ops, places: Any, x: Array, w: Any) -> Array:
+def _plain_linear(ops: Ops, places: Any, x: Array, w: Any) -> Array:
     if not isinstance(w, AdaptedLinear):
         return ops.plain_linear(x, w)
     return _added(ops.plain_linear(x, w.base), x, w.stack, places())
