@@ -155,7 +155,7 @@ def fused(batch: Batch, *, note: Note = unnoted, batch_invariant: bool = False) 
         return run_first("attention", attention, batch, q, cache, spec, note=note), cache
 
     def add_norm(*args: Any, readers: Sequence[Weights] = ()) -> tuple[Array, Any]:
-        known = *(made(readers) for made in NORMS_FOR_PRODUCTS if readers), *ADD_NORM
+        known = *(norm.of(readers) for norm in NORMS_FOR_PRODUCTS if readers), *ADD_NORM
         return run_first("add_norm", known, *args, note=note)
 
     attend_latent = functools.partial(
@@ -201,9 +201,11 @@ def _norm_of_parts(x: Array, residual: Array, weight: Array, *how: Any) -> tuple
 
 
 NORMS_FOR_PRODUCTS = (
-    fp8_products.add_norm_of, banded_products.add_norm_of, paired_products.add_norm_of,
-    word_products.add_norm_of,
-)  # fmt: skip
+    fp8_products.NORM,
+    banded_products.NORM,
+    paired_products.NORM,
+    word_products.NORM,
+)
 ADD_NORM = (
     Operation("add_rms_norm", _norm_kernel, _refuses_norm),
     Operation("plain JAX", _norm_of_parts),

@@ -3,7 +3,6 @@
 Gates and what they gate are one product whose units come as pairs, so neither is written.
 """
 
-from collections.abc import Sequence
 import functools
 
 import jax
@@ -14,21 +13,12 @@ from jaxrunner.kernels_pallas.quantized.fp8_gates import fp8_gates
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Note, Operation
 from jaxrunner.ops import fp8_products
-from jaxrunner.ops.rounded_tokens import BandedTokens, add_norm_in_fp8
+from jaxrunner.ops.rounded_tokens import BandedTokens, norm_in_fp8
 from jaxrunner.quantization.fp8 import E4M3
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
 
 TOKENS = 64  # fewer do not fill a tile, more fill two: others are ahead
-
-
-def add_norm_of(readers: Sequence[Weights]) -> Operation:
-    """Returns the `add_norm` whose norm comes in bands, where gates alone read it."""
-    kernel = functools.partial(add_norm_fp8.add_norm_fp8, pairs=True)
-    refuses = functools.partial(add_norm_fp8.refuses, pairs=True)
-    return add_norm_in_fp8(
-        "add_norm_bands", kernel, refuses, BandedTokens, readers, _refuses_reader
-    )
 
 
 def _refuses_reader(x: Array, w: QuantizedLinear) -> str | None:
@@ -83,3 +73,10 @@ def _rows(x: Shaped) -> Shaped:
 
 PRODUCT = Operation("fp8_blocks of pairs", _product, _refuses)
 MLP = Operation("two products of pairs", _mlp, _refuses_mlp)
+NORM = norm_in_fp8(  # that gates alone read
+    "add_norm_bands",
+    functools.partial(add_norm_fp8.add_norm_fp8, pairs=True),
+    functools.partial(add_norm_fp8.refuses, pairs=True),
+    BandedTokens,
+    _refuses_reader,
+)

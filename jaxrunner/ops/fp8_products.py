@@ -1,6 +1,5 @@
 """Products of fp8 with fp8 whose scales are of blocks, and what rounds their inputs, on a GPU."""
 
-from collections.abc import Sequence
 import math
 from typing import Any
 
@@ -17,7 +16,7 @@ from jaxrunner.kernels_pallas.quantized.fp8_tiles import TERMS, TuningConfig
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import refuses as refuses_fp8
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Note, Operation
-from jaxrunner.ops.rounded_tokens import RoundedTokens, add_norm_in_fp8
+from jaxrunner.ops.rounded_tokens import RoundedTokens, norm_in_fp8
 from jaxrunner.quantization.fp8 import E4M3
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
@@ -39,12 +38,6 @@ def _rounding(x: Array | RoundedTokens) -> tuple[Array, Array]:
     if isinstance(x, RoundedTokens):
         return x.numbers, x.scale
     return fp8_rounding(x.reshape(x.shape[0], -1))
-
-
-def add_norm_of(readers: Sequence[Weights]) -> Operation:
-    """Returns the `add_norm` whose norm is rounded to fp8, as all that read it would round it."""
-    kernel = add_norm_fp8.add_norm_fp8, add_norm_fp8.refuses
-    return add_norm_in_fp8("add_norm_fp8", *kernel, RoundedTokens, readers, _refuses)
 
 
 def of_rounded(
@@ -147,3 +140,7 @@ def refuses_gates_kernel(rows: Shaped, gate_up: QuantizedLinear) -> str | None:
 BLOCKS = Operation("fp8_blocks", _blocks, _refuses)
 IN_PARTS = Operation("fp8_blocks in parts", _in_parts, _refuses_parts)
 MLP = Operation("two products in fp8", _mlp, _refuses_mlp)
+# Rounded as all that read it would round it.
+NORM = norm_in_fp8(
+    "add_norm_fp8", add_norm_fp8.add_norm_fp8, add_norm_fp8.refuses, RoundedTokens, _refuses
+)

@@ -1,6 +1,5 @@
 """Products of weights in fp8 with tokens as pairs of fp8, and what makes these, on a GPU."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,16 +14,10 @@ from jaxrunner.kernels_pallas.quantized import (
 )
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Operation
-from jaxrunner.ops.rounded_tokens import PairedTokens, add_norm_in_fp8
+from jaxrunner.ops.rounded_tokens import PairedTokens, norm_in_fp8
 from jaxrunner.quantization.fp8 import E4M3
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
-
-
-def add_norm_of(readers: Sequence[Weights]) -> Operation:
-    """Returns the `add_norm` whose norm comes as pairs, where all that read it multiply these."""
-    kernel = add_norm_pairs.add_norm_pairs, add_norm_pairs.refuses
-    return add_norm_in_fp8("add_norm_pairs", *kernel, PairedTokens, readers, _unlike)
 
 
 def of_gates(both: Array, w: QuantizedLinear) -> Array:
@@ -92,3 +85,6 @@ def _unlike(x: Shaped | PairedTokens, w: QuantizedLinear, *, in_parts: bool = Fa
 
 TILES = Operation("quantized_tile of pairs", _tiles, _refuses)
 TILES_IN_PARTS = Operation("quantized_tile of pairs in parts", _tiles_parts, _refuses_tiles_parts)
+NORM = norm_in_fp8(
+    "add_norm_pairs", add_norm_pairs.add_norm_pairs, add_norm_pairs.refuses, PairedTokens, _unlike
+)

@@ -1,7 +1,7 @@
 """Tokens that come from a norm as the product behind it wants them: in fp8, in another order."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 
@@ -106,32 +106,55 @@ def told_readers(*weights: Any) -> dict[str, Any]:
     return dict(readers=weights) if weights and all(map(may_take, weights)) else {}
 
 
-def add_norm_in_fp8(
+class NormForProducts(NamedTuple):
+    """A kernel of `add_norm` whose norm comes as `TokensForProducts`."""
+
+    name: str
+    # (x, residual, weight, end, eps, one_more) -> x + residual and its norm, as `Ops.add_norm`.
+    run: Callable[..., tuple[Array, TokensForProducts]]
+    refuses: Callable[..., str | None]  # (x, residual, weight, end)
+    refuses_reader: Callable[[Array, QuantizedLinear], str | None]
+
+    def of(self, readers: Sequence[Weights]) -> Operation:
+        """Returns the `add_norm` of a norm that `readers` alone read, if all of them take it."""
+
+        def run(
+            x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
+            end: Array | None = None,
+        ) -> tuple[Array, TokensForProducts]:  # fmt: skip
+            return self.run(x, residual, weight, end, eps=eps, one_more=one_more)
+
+        def refuses(
+            x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
+            end: Array | None = None,
+        ) -> str | None:  # fmt: skip
+            for w in readers:
+                if not isinstance(w, QuantizedLinear):
+                    return "wants weights of few bits"
+                if (reason := self.refuses_reader(x, w)) is not None:
+                    return reason
+            return self.refuses(x, residual, weight, end)
+
+        return Operation(self.name, run, refuses)
+
+
+def norm_in_fp8(
     name: str, kernel: Callable[..., tuple[Array, Array, Array]],
-    refuses_norm: Callable[[Array, Array, Array], str | None],
-    tokens: Callable[[Array, Array, Any], TokensForProducts], readers: Sequence[Weights],
+    refuses_kernel: Callable[[Array, Array, Array], str | None],
+    tokens: Callable[[Array, Array, Any], TokensForProducts],
     refuses_reader: Callable[[Array, QuantizedLinear], str | None],
-) -> Operation:  # fmt: skip
-    """Returns the `add_norm` of a kernel whose norm comes as `tokens`, which all readers take."""
+) -> NormForProducts:  # fmt: skip
+    """Returns a kernel that makes a norm in fp8 and its scales, which are `tokens`."""
 
     def run(
-        x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
-        end: Array | None = None,
-    ) -> tuple[Array, TokensForProducts]:  # fmt: skip
-        total, numbers, scale = kernel(x, residual, weight, eps=eps, one_more=one_more)
+        x: Array, residual: Array, weight: Array, _: None, **how: Any
+    ) -> tuple[Array, TokensForProducts]:
+        total, numbers, scale = kernel(x, residual, weight, **how)
         return total, tokens(numbers, scale, x.dtype)
 
-    def refuses(
-        x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
-        end: Array | None = None,
-    ) -> str | None:  # fmt: skip
-        for w in readers:
-            if not isinstance(w, QuantizedLinear):
-                return "wants weights of few bits"
-            if (reason := refuses_reader(x, w)) is not None:
-                return reason
+    def refuses(x: Array, residual: Array, weight: Array, end: Array | None) -> str | None:
         if end is not None:
             return "norms no residual before it is added"
-        return refuses_norm(x, residual, weight)
+        return refuses_kernel(x, residual, weight)
 
-    return Operation(name, run, refuses)
+    return NormForProducts(name, run, refuses, refuses_reader)

@@ -4,7 +4,6 @@ Kernels then read eight weights at a time. The norm before a product has tokens 
 so have the units of gates that one kernel multiplies with what they gate.
 """
 
-from collections.abc import Sequence
 import functools
 from typing import Any
 
@@ -17,34 +16,11 @@ from jaxrunner.kernels_pallas.quantized import quantized_fit, quantized_tile
 from jaxrunner.linear import Weights
 from jaxrunner.operation import Operation
 from jaxrunner.ops.packed_parts import PackedParts
-from jaxrunner.ops.rounded_tokens import OrderedTokens, TokensForProducts
+from jaxrunner.ops.rounded_tokens import NormForProducts, OrderedTokens, TokensForProducts
 from jaxrunner.quantization.quantized_linear import QuantizedLinear
 from jaxrunner.types import Array
 
 CODE = "int4"
-
-
-def add_norm_of(readers: Sequence[Weights]) -> Operation:
-    """Returns the `add_norm` whose norm comes in order, where all that read it are in 4 bits."""
-
-    def run(
-        x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
-        end: Array | None = None,
-    ) -> tuple[Array, OrderedTokens]:  # fmt: skip
-        how: Any = dict(eps=eps, one_more=one_more, for_words=True)
-        total, norm = add_norm.add_rms_norm(x, residual, weight, end=end, **how)
-        return total, OrderedTokens(norm)
-
-    def refuses(
-        x: Array, residual: Array, weight: Array, eps: float, one_more: bool = False,
-        end: Array | None = None,
-    ) -> str | None:  # fmt: skip
-        if reason := add_norm.refuses(x, residual, weight, end=end) or add_norm.refuses_words(x):
-            return reason
-        reasons = (_unlike(x, w) for w in readers)
-        return next((reason for reason in reasons if reason is not None), None)
-
-    return Operation("add_rms_norm for words", run, refuses)
 
 
 def units(
@@ -77,6 +53,17 @@ def refuses_units(x: Array | TokensForProducts, gate_up: Weights, activation: st
     if gate_up.permutation is not None and (words or gate_up.num_inputs % gate_up.scheme.block[1]):
         return "wants inputs that are held as they come, or whole groups of them"
     return _fit(x, gate_up, activation=activation, words=words)
+
+
+def _norm(
+    x: Array, residual: Array, weight: Array, end: Array | None, **how: Any
+) -> tuple[Array, OrderedTokens]:
+    total, norm = add_norm.add_rms_norm(x, residual, weight, end=end, for_words=True, **how)
+    return total, OrderedTokens(norm)
+
+
+def _refuses_norm(x: Array, residual: Array, weight: Array, end: Array | None) -> str | None:
+    return add_norm.refuses(x, residual, weight, end=end) or add_norm.refuses_words(x)
 
 
 def _tiles(x: OrderedTokens, w: QuantizedLinear) -> Array:
@@ -132,3 +119,4 @@ TILES = Operation("quantized_tile of words", _tiles, _refuses)
 TILES_IN_PARTS = Operation(
     "quantized_tile of words in parts", _tiles_parts, functools.partial(_refuses, in_parts=True)
 )
+NORM = NormForProducts("add_rms_norm for words", _norm, _refuses_norm, _unlike)
