@@ -93,10 +93,8 @@ def test_tiles_of_words_leave_the_busiest_multiprocessor_least(outputs, groups, 
     shapes = shaped(64, 4096), shaped(outputs, 2048), shaped(outputs, 32, dtype=jnp.float32)
     c = quantized_fit.fit(*shapes, "int4", activation="silu", words=True)
     assert isinstance(c, TuningConfig)
-    if shared and not OWN_REGISTERS:  # nor may four warpgroups run
-        assert (c.groups, c.shared) == (2, False)
-        return
     assert (c.groups, c.shared) == (groups, shared)
+    assert c.copier == (OWN_REGISTERS or groups < 4)
     assert 118 < outputs // c.height * c.cluster <= 132  # blocks
 
 
@@ -153,11 +151,16 @@ def test_kernels_refuse_another_order_in_words():
             lambda *a: quantized_tile(*a, code="int8", **how),
             x, shaped(256, 256, dtype=jnp.int8), scale,
         )  # fmt: skip
-    how = dict(config=TuningConfig(groups=2, turns=2, shared=True, exact=True))
-    with pytest.raises(ValueError, match="clusters of two, and no turns, where blocks share rows"):
-        jax.eval_shape(
-            lambda *a: quantized_tile(*a, code="int4", **how), x, shaped(256, 128), scale
-        )
+    for changed, reason in (
+        (dict(shared=True), "clusters of two, and no turns, where blocks share rows"),
+        (dict(copier=False), "a warpgroup that copies where others take steps by turns"),
+    ):
+        how = dict(config=TuningConfig(groups=2, turns=2, exact=True, **changed))
+        with pytest.raises(ValueError, match=reason):
+            jax.eval_shape(
+                lambda *a, how=how: quantized_tile(*a, code="int4", **how),
+                x, shaped(256, 128), scale,
+            )  # fmt: skip
     norm = shaped(4, 192), shaped(4, 192), shaped(192)
     with pytest.raises(ValueError, match="wants 8 neighbours of a row in a thread, got 1 of 192"):
         jax.eval_shape(lambda *a: add_rms_norm(*a, eps=1e-5, for_words=True), *norm)

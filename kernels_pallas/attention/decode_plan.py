@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxrunner.indexing import find_rows, places
 from jaxrunner.types import Array
 
 MAX_PARTS = 64  # that a request is split into
@@ -72,13 +71,6 @@ def plan(
     if num_tokens is None:
         num_tokens = jnp.full_like(seq_lens, query_len)
     tiles, rows = last - first, jnp.arange(B, dtype=jnp.int32)
-    order = rows
-    if cluster == 1 and slots < B:  # rows that start later are short, so that all end together
-        # The inverse of their places, again by comparisons.
-        mine = places(-tiles)[None] == rows[:, None]
-        order = jnp.where(mine, rows[None], 0).sum(1, dtype=jnp.int32)
-        tiles, first, seq_lens = tiles[order], first[order], seq_lens[order]
-        num_tokens, blocks = num_tokens[order], blocks[order]
     num_items = B if cluster == CLUSTER else B + slots - 1
     share = (tiles.sum() + slots * cluster - 1) // (slots * cluster)
     most = None
@@ -104,18 +96,24 @@ def plan(
     # An empty row has an item too, which writes its zeros, unless nobody reads them.
     parts = jnp.clip((tiles + share - 1) // share, 0 if skip_empty else 1, MAX_PARTS // cluster)
     item = jnp.arange(num_items, dtype=jnp.int32)
-    # Comparisons of all with all, where a search or a scatter would be many launches.
-    end = jnp.where(rows[:, None] >= rows[None], parts[None], 0).sum(1)
-    row = find_rows(end, item)
+    # Comparisons of all with all, where a sort, a search or a scatter would be many launches.
+    behind = rows[:, None] >= rows[None]
+    if cluster == 1 and slots < B:  # rows that start later are short, so that all end together
+        other, own = tiles[None], tiles[:, None]
+        behind = (other > own) | ((other == own) & behind)
+    end = jnp.where(behind, parts[None], 0).sum(1)
+    begin = end - parts
+    mine = (begin[None] <= item[:, None]) & (item[:, None] < end[None])
+    row = B + jnp.where(mine, rows[None] - B, 0).sum(1, dtype=jnp.int32)
     of = jnp.minimum(row, B - 1)
-    head, num, tiles, first = (end - parts)[of], parts[of], tiles[of], first[of]
+    head, num, tiles, first = begin[of], parts[of], tiles[of], first[of]
     part = item - head
     start = first + part * tiles // num
     width = first + (part + 1) * tiles // num - start
     edge = start[:, None] + width[:, None] * jnp.arange(cluster + 1)[None] // cluster
     at = jnp.minimum(edge[:, :-1] * config.block_kv // S, blocks.shape[1] - 1)
     return Items(
-        row=_repeat(jnp.where(row < B, order[of], B), cluster),
+        row=_repeat(row, cluster),
         first=edge[:, :-1].reshape(-1),
         last=edge[:, 1:].reshape(-1),
         num=_repeat(num_tokens[of], cluster),

@@ -37,7 +37,7 @@ class TuningConfig:
     stages: int = 16  # steps that are in shared memory, fewer where they do not fit
     num_ctas: int = 132  # at most: an H200's
     exact: bool = False  # scales are multiplied with sums
-    spread: bool = True  # registers are moved from the warpgroup that copies to the others
+    copier: bool = True  # a warpgroup copies alone and leaves registers to the others, else all do
 
     @property
     def own(self) -> int:
@@ -108,6 +108,11 @@ class Shares(NamedTuple):
         return ROWS // self.halves
 
     @property
+    def copied(self) -> int:
+        """Bytes of a step's weights."""
+        return self.rows * self.c.terms // self.packed
+
+    @property
     def consumers(self) -> int:
         return self.c.groups * self.c.turns
 
@@ -165,6 +170,8 @@ def share_out(
         return f"wants tokens in multiples of {8 * c.cluster}, {tokens} at a time, got {T}"
     if c.shared and (c.cluster != 2 or c.turns > 1):
         return f"wants clusters of two, and no turns, where blocks share rows, got {c}"
+    if c.turns > 1 and not c.copier:
+        return f"wants a warpgroup that copies where others take steps by turns, got {c}"
     if E % (c.terms * c.parts) or F % c.height:
         return (
             f"wants sums of a multiple of {c.terms * c.parts} terms and outputs of "
@@ -200,27 +207,23 @@ class Rule(NamedTuple):
     parts: tuple[TuningConfig, ...]  # of sums that another kernel adds up
 
 
-# Two warpgroups have 232 registers a thread, four have 112. Sums multiplied with scales want twice
-# those of the sums: with two warpgroups up to 128 tokens fit, with four 64; and with two and 64
-# tokens two sums at once, which steps of 256 terms have by groups of 128. More tokens take
-# weights multiplied with scales, in steps of 64 terms, of which shared memory has room for several.
-# Left out, as their registers spill with 8 bits: two groups by two turns, and four turns of 14,336
-# terms. So do those of four groups, which then have 96, where none have registers of their own.
-LARGEST = (
-    TuningConfig(groups=4, exact=True)
-    if OWN_REGISTERS
-    else TuningConfig(groups=2, terms=256, exact=True)
-)
+# Two warpgroups have 232 registers a thread, four have 112; four that copy themselves 127, where
+# none have registers of their own. Sums multiplied with scales want twice those of the sums: with
+# two warpgroups up to 128 tokens fit, with four 64; and with two and 64 tokens two sums at once,
+# which steps of 256 terms have by groups of 128. More tokens take weights multiplied with scales,
+# in steps of 64 terms, of which shared memory has room for several. Left out, as their registers
+# spill with 8 bits: two groups by two turns, and four turns of 14,336 terms.
+LARGEST = TuningConfig(groups=4, copier=OWN_REGISTERS, exact=True)
 # Terms of three groups' steps: 256 spill where none have registers of their own.
 OF_THREE = (256, 128) if OWN_REGISTERS else (128,)
-# In place of 112 blocks with four warpgroups' rows 128 have three, and half of one with a peer.
-SHARED = (replace(LARGEST, shared=True),) if OWN_REGISTERS else ()
 RULES = (
     Rule(
         64,
         (
             LARGEST,
-            *SHARED,
+            # In place of 112 blocks with four warpgroups' rows 128 have three, and half of one with
+            # a peer.
+            replace(LARGEST, shared=True),
             TuningConfig(groups=3, exact=True),
             TuningConfig(groups=2, terms=256, exact=True),
             TuningConfig(groups=2, exact=True),
@@ -268,12 +271,12 @@ def fit(
         return f"is ahead for {MIN_TOKENS} to {most} tokens, got {T}"
     rule = next(rule for rule in RULES if T <= rule.tokens)
     # A scale of a whole sum is multiplied with it in any case. Larger steps are for several sums.
-    # Registers spill where blocks share rows of weights that are read by bytes.
+    # Registers spill where blocks share rows of weights that are read by bytes, and others copy.
     group, sizes = x.shape[-1] // scale.shape[1], rule.parts if in_parts else rule.whole
     found = [
         replace(c, exact=c.exact and scale.shape[1] > 1)
         for c in sizes
-        if (c.terms <= TERMS or c.terms >= 2 * group or c is LARGEST) and (words or not c.shared)
+        if (c.terms <= TERMS or c.terms >= 2 * group) and (words or not (c.shared and c.copier))
     ]
     rest = activation, words
     reasons = [refuses(x, weight, scale, code, c, *rest) for c in found]

@@ -79,6 +79,7 @@ class Held(NamedTuple):
     x: Ref  # [stages, terms / PIECE, tokens, PIECE]; of pairs [stages, 2, tokens, terms]
     full: Barrier
     free: Barrier
+    refill: Callable[[Array], None] | None = None  # told of each step that the warpgroup has read
 
 
 class Sum(NamedTuple):
@@ -98,14 +99,14 @@ def rounded(f: Form, held: Held, of: Sum) -> Array:
     def multiply(acc: Ref) -> Array:
         def body(index: Array, _: None) -> None:
             f.window.refill(index, functools.partial(_fill, f, held, of))
-            slot = lax.rem(of.begin + of.turn + index * f.turns, f.stages)
+            slot = lax.rem(_step(f, of, index), f.stages)
             piece = _read_step(f, held, of.group, slot)
             scales = _scales(f, held, index) if f.group else []
             for j in range(f.terms // PIECE):
                 mosaic.wgmma(acc, _scaled(f, piece(j), scales, j), held.x.at[slot, j].T)
             # A product in flight while the next weights are widened would make them all wait.
             plgpu.wgmma_wait(0)
-            mosaic.barrier_arrive(held.free.at[slot])
+            _leave(f, held, of, index)
             return _
 
         lax.fori_loop(0, rounds, body, None)
@@ -127,7 +128,7 @@ def exact(f: Form, held: Held, of: Sum) -> Array:
 
     def body(index: Array, total: Array) -> Array:
         f.window.refill(index, functools.partial(_fill, f, held, of))
-        slot = lax.rem(of.begin + of.turn + index * f.turns, f.stages)
+        slot = lax.rem(_step(f, of, index), f.stages)
         piece = _read_step(f, held, of.group, slot)
         scales = _scales(f, held, index)
 
@@ -157,7 +158,7 @@ def exact(f: Form, held: Held, of: Sum) -> Array:
 
         for first in range(0, f.sums, f.at_once):
             total = add(first, total)
-        mosaic.barrier_arrive(held.free.at[slot])
+        _leave(f, held, of, index)
         return total
 
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, f.tokens), jnp.float32), layout)
@@ -176,7 +177,7 @@ def paired(f: Form, held: Held, of: Sum) -> Array:
     def body(index: Array, total: Array) -> Array:
         if f.group:
             f.window.refill(index, functools.partial(_fill, f, held, of))
-        slot = lax.rem(of.begin + of.turn + index * f.turns, f.stages)
+        slot = lax.rem(_step(f, of, index), f.stages)
         mosaic.barrier_wait(held.full.at[slot])
         scales = _scales(f, held, index) if f.group else []
 
@@ -186,7 +187,7 @@ def paired(f: Form, held: Held, of: Sum) -> Array:
             return acc[...]
 
         y = pl.run_scoped(multiply, mosaic.ACC((ROWS, f.tokens), jnp.float32))
-        mosaic.barrier_arrive(held.free.at[slot])
+        _leave(f, held, of, index)
         return total + (y * _wide(scales[0], f.tokens) if f.group else y)
 
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, f.tokens), jnp.float32), layout)
@@ -195,6 +196,19 @@ def paired(f: Form, held: Held, of: Sum) -> Array:
         return lax.fori_loop(0, rounds, body, zeros)
     whole = by_row(held.scale, of.first, f.run, jnp.int32(0), layout)
     return lax.fori_loop(0, rounds, body, zeros) * _wide(whole, f.tokens)
+
+
+def _step(f: Form, of: Sum, index: Index) -> Array:
+    """Returns which step of the ring is a warpgroup's own one of `index`."""
+    return of.begin + of.turn + index * f.turns
+
+
+def _leave(f: Form, held: Held, of: Sum, index: Array) -> None:
+    """Says that the warpgroup has read a step."""
+    step = _step(f, of, index)
+    mosaic.barrier_arrive(held.free.at[lax.rem(step, f.stages)])
+    if held.refill is not None:
+        held.refill(step)
 
 
 def _fill(f: Form, held: Held, of: Sum, index: Index) -> None:

@@ -3,7 +3,8 @@
 Weights are the tall operand: a block of the grid computes some of their rows for all tokens, so
 that each weight is read and widened once. One warpgroup copies weights and tokens into shared
 memory, step by step of the sum; the others widen 64 rows each in registers and multiply them with
-`wgmma`, by turns: while the tensor cores work for one of them, another widens. Blocks of a cluster
+`wgmma`, by turns: while the tensor cores work for one of them, another widens. Four of them copy
+themselves where registers cannot be moved from one that copies alone. Blocks of a cluster
 share what they read of the tokens, and may share the rows of a warpgroup, of which each then has
 half of the tokens. Scales are multiplied either with the widened weights, which
 rounds them to bfloat16 as plain JAX does, or with the sums of the terms that share one.
@@ -100,7 +101,8 @@ def quantized_tile(
             told=plgpu.Barrier(num_arrivals=max(s.writers, 1)),
             read=plgpu.Barrier(num_arrivals=c.groups),
         ),
-        grid=(s.clusters,), grid_names=("team",), num_threads=s.consumers + 1, thread_name="wg",
+        grid=(s.clusters,), grid_names=("team",),
+        num_threads=s.consumers + c.copier, thread_name="wg",
         cluster=(c.cluster,) if c.cluster > 1 else (),
         cluster_names=("peer",) if c.cluster > 1 else (),
         kernel_name="quantized_tile", compiler_params=COMPILER,
@@ -130,12 +132,13 @@ def _kernel(
         first = tile * (s.c.height // ROWS) + peer * s.c.own
         return _Item(first, lax.rem(rest, s.c.parts), lax.div(rest, s.c.parts))
 
-    @pl.when(wg < s.consumers)
-    def _() -> None:
-        if s.c.spread:
-            plgpu.set_max_registers(REGISTERS[s.consumers][0], action="increase")
+    starts = _starts(s, item, x, w, w_smem, x_smem, full)
+    copied = _Copies(s.stages, s.consumers, rounds * s.steps, *starts, free)
+
+    def compute() -> None:
         group, turn = lax.rem(wg, s.c.groups), lax.div(wg, s.c.groups)
-        held = Held(scale, None, kept.at[wg], w_smem, x_smem, full, free)
+        refill = None if s.c.copier else functools.partial(copied.refill, wg)
+        held = Held(scale, None, kept.at[wg], w_smem, x_smem, full, free, refill)
 
         def one(r: Array, _: None) -> None:
             at = item(r)
@@ -162,18 +165,78 @@ def _kernel(
 
         lax.fori_loop(0, rounds, one, None)
 
+    if not s.c.copier:
+        pl.when(wg == 0)(lambda: copied.begin(s.copied))
+        compute()
+        copied.end(wg)
+        return
+
+    @pl.when(wg < s.consumers)
+    def _() -> None:
+        plgpu.set_max_registers(REGISTERS[s.consumers][0], action="increase")
+        compute()
+
     @pl.when(wg == s.consumers)
     def _() -> None:
-        if s.c.spread:
-            plgpu.set_max_registers(REGISTERS[s.consumers][1], action="decrease")
-        _fetch(s, rounds, item, x, w, w_smem, x_smem, full, free)
+        plgpu.set_max_registers(REGISTERS[s.consumers][1], action="decrease")
+        copied.begin(s.copied)
+        copied.all()
 
 
-def _fetch(
-    s: Shares, rounds: Array, item: Callable[[Array], _Item], x: Ref, w: Ref, w_smem: Ref,
-    x_smem: Ref, full: Barrier, free: Barrier,
-) -> None:  # fmt: skip
-    """Copies weights and tokens, step by step of each item."""
+class _Copies(NamedTuple):
+    """Copies of weights and tokens, step by step of each item, into slots as they become free."""
+
+    stages: int
+    warpgroups: int  # that multiply
+    total: Array  # steps
+    weights: Callable[[Index], None]
+    tokens: Callable[[Index], None]
+    free: Barrier
+
+    def begin(self, size: int) -> None:
+        """Starts the first ones; size: bytes of a step's weights."""
+        copies.begin(self.stages, size, self.weights, self.tokens)
+
+    def all(self) -> None:
+        """Starts those behind, in a warpgroup that copies alone."""
+        copies.each(self.stages, self.total, self._wait, self.weights, self.tokens)
+        # A block may not end while its peer still tells it that a slot is free.
+        copies.each(self.total, self.total + self.stages, self._wait)
+
+    def refill(self, wg: Array, step: Array) -> None:
+        """Starts those into the slot of the step before one that warpgroup wg has read.
+
+        By one of the warpgroups: each has slots of its own.
+        """
+        later = step - 1 + self.stages
+        mine = (later >= self.stages) & (later < self.total) & self._is_of(wg, later)
+
+        @pl.when(mine)
+        def _() -> None:
+            for act in (self._wait, self.weights, self.tokens):
+                act(later)
+
+    def end(self, wg: Array) -> None:
+        """Waits for the last steps in a warpgroup's slots, as `all` does."""
+
+        def wait(step: Array) -> None:
+            pl.when(self._is_of(wg, step))(lambda: self._wait(step))
+
+        copies.each(self.total, self.total + self.stages, wait)
+
+    def _is_of(self, wg: Array, step: Array) -> Array:
+        # A warpgroup waits for each phase of a slot's barrier, or would take an older one for it.
+        return lax.rem(lax.rem(step, self.stages), self.warpgroups) == wg
+
+    def _wait(self, step: Array) -> None:
+        mosaic.barrier_wait(self.free.at[lax.rem(step, self.stages)])
+
+
+def _starts(
+    s: Shares, item: Callable[[Array], _Item], x: Ref, w: Ref, w_smem: Ref, x_smem: Ref,
+    full: Barrier,
+) -> tuple[Callable[[Index], None], ...]:  # fmt: skip
+    """Returns what starts the copies of a step's weights, and of its tokens."""
     peers: dict[str, Any] = dict(collective_axes="peer") if s.c.cluster > 1 else {}
 
     def place(step: Index) -> tuple[_Item, Array, Array]:
@@ -203,14 +266,7 @@ def _fetch(
                 source = x.at[rows, pl.ds(first + i * PIECE, PIECE)]
             mosaic.copy_gmem_to_smem(source, x_smem.at[slot, i], full.at[slot], **peers)
 
-    def wait(step: Array) -> None:
-        mosaic.barrier_wait(free.at[lax.rem(step, s.stages)])
-
-    copies.begin(s.stages, s.rows * s.c.terms // s.packed, weights, tokens)
-    total = rounds * s.steps
-    copies.each(s.stages, total, wait, weights, tokens)
-    # A block may not end while its peer still tells it that a slot is free.
-    copies.each(total, total + s.stages, wait)
+    return weights, tokens
 
 
 def _by_token(x_scale: Ref) -> Array:
