@@ -1,14 +1,15 @@
 """Copies of a product's weights and tokens into shared memory, step by step of its sum."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxrunner.kernels_pallas import pdl
-from jaxrunner.kernels_pallas.mosaic import Index
+from jaxrunner.kernels_pallas import mosaic, pdl
+from jaxrunner.kernels_pallas.mosaic import Barrier, Index
 from jaxrunner.types import Array
 
 EARLY = 32 * 1024  # bytes of weights that a block asks for before the kernel before has ended
@@ -50,3 +51,52 @@ def free_slots(stages: int, readers: int, cluster: int) -> Any:
     return plgpu.ClusterBarrier(
         collective_axes=("peer",), num_arrivals=readers, num_barriers=stages
     )
+
+
+class Producer(NamedTuple):
+    """Copies of all steps of a block into slots of shared memory, each as soon as its slot is free.
+
+    `run` is for a warpgroup that copies alone. Where none does, warpgroups that multiply `refill`
+    slots of their own.
+    """
+
+    slots: int
+    total: Array  # steps
+    free: Barrier  # of `free_slots`
+    weights: Callable[[Index], None]
+    others: tuple[Callable[[Index], None], ...]
+
+    def begin(self, size: int, is_device: bool = True) -> None:
+        """Fills the slots for the first time. size, is_device: as `begin` takes them."""
+        begin(self.slots, size, self.weights, *self.others, is_device=is_device)
+
+    def run(self) -> None:
+        """Copies all steps that are left, and waits until the last ones have been read."""
+        each(self.slots, self.total, self._wait, self.weights, *self.others)
+        # A block may not end while its peer still tells it that a slot is free.
+        each(self.total, self.total + self.slots, self._wait)
+
+    def refill(self, wg: Array, warpgroups: int, step: Array) -> None:
+        """Fills the slot of the step before one that warpgroup wg has read, if it is wg's own."""
+        later = step - 1 + self.slots
+        is_due = (step > 0) & (later < self.total)
+
+        @pl.when(is_due & self._is_of(wg, warpgroups, later))
+        def _() -> None:
+            for act in (self._wait, self.weights, *self.others):
+                act(later)
+
+    def end(self, wg: Array, warpgroups: int) -> None:
+        """Waits until the last steps in the slots of warpgroup wg have been read."""
+
+        def wait(step: Array) -> None:
+            pl.when(self._is_of(wg, warpgroups, step))(lambda: self._wait(step))
+
+        each(self.total, self.total + self.slots, wait)
+
+    def _is_of(self, wg: Array, warpgroups: int, step: Array) -> Array:
+        # Whoever waits for a slot's barrier has to wait for each of its phases.
+        return lax.rem(lax.rem(step, self.slots), warpgroups) == wg
+
+    def _wait(self, step: Array) -> None:
+        mosaic.barrier_wait(self.free.at[lax.rem(step, self.slots)])

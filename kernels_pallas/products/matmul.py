@@ -182,14 +182,9 @@ def _fetch(
         source, target = x.at[:, terms(step)], x_smem.at[slot(step)]
         mosaic.copy_gmem_to_smem(source, target, full.at[slot(step)], collective_axes="peer")
 
-    def wait(step: Index) -> None:
-        mosaic.barrier_wait(free.at[slot(step)])
-
-    copies.begin(s.stages, s.tile * STEP * w.dtype.itemsize, weights, tokens)
-    total = rounds * s.steps
-    copies.each(s.stages, total, wait, weights, tokens)
-    # A block may not end while its peer still tells it that a slot is free.
-    copies.each(total, total + s.stages, wait)
+    producer = copies.Producer(s.stages, rounds * s.steps, free, weights, (tokens,))
+    producer.begin(s.tile * STEP * w.dtype.itemsize)
+    producer.run()
 
 
 def _compute(

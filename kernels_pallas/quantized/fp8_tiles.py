@@ -269,15 +269,10 @@ def _fetch(
                 source = scale.at[lax.div(at.outputs + half * s.outputs, s.run), line]
                 mosaic.copy_gmem_to_smem(source, held.shared.at[slot, half], held.told.at[slot])
 
-    def wait(step: Array) -> None:
-        mosaic.barrier_wait(held.free.at[lax.rem(step, s.stages)])
-
-    size = s.halves * TILE * TERMS
-    copies.begin(s.stages, size, weights, tokens, scales, is_device=is_device)
-    total = rounds * s.steps
-    copies.each(s.stages, total, wait, weights, tokens, scales)
-    # A block may not end while its peer still tells it that a slot is free.
-    copies.each(total, total + s.stages, wait)
+    others = tokens, scales
+    producer = copies.Producer(s.stages, rounds * s.steps, held.free, weights, others)
+    producer.begin(s.halves * TILE * TERMS, is_device)
+    producer.run()
 
 
 def _sums(s: Tiles, is_device: bool, wg: Array, at: Item, turn: Array, held: Held) -> list[Array]:

@@ -132,12 +132,12 @@ def _kernel(
         first = tile * (s.c.height // ROWS) + peer * s.c.own
         return _Item(first, lax.rem(rest, s.c.parts), lax.div(rest, s.c.parts))
 
-    starts = _starts(s, item, x, w, w_smem, x_smem, full)
-    copied = _Copies(s.stages, s.consumers, rounds * s.steps, *starts, free)
+    weights, tokens = _starts(s, item, x, w, w_smem, x_smem, full)
+    producer = copies.Producer(s.stages, rounds * s.steps, free, weights, (tokens,))
 
     def compute() -> None:
         group, turn = lax.rem(wg, s.c.groups), lax.div(wg, s.c.groups)
-        refill = None if s.c.copier else functools.partial(copied.refill, wg)
+        refill = None if s.c.copier else functools.partial(producer.refill, wg, s.consumers)
         held = Held(scale, None, kept.at[wg], w_smem, x_smem, full, free, refill)
 
         def one(r: Array, _: None) -> None:
@@ -166,9 +166,9 @@ def _kernel(
         lax.fori_loop(0, rounds, one, None)
 
     if not s.c.copier:
-        pl.when(wg == 0)(lambda: copied.begin(s.copied))
+        pl.when(wg == 0)(lambda: producer.begin(s.copied))
         compute()
-        copied.end(wg)
+        producer.end(wg, s.consumers)
         return
 
     @pl.when(wg < s.consumers)
@@ -179,63 +179,14 @@ def _kernel(
     @pl.when(wg == s.consumers)
     def _() -> None:
         plgpu.set_max_registers(REGISTERS[s.consumers][1], action="decrease")
-        copied.begin(s.copied)
-        copied.all()
-
-
-class _Copies(NamedTuple):
-    """Copies of weights and tokens, step by step of each item, into slots as they become free."""
-
-    stages: int
-    warpgroups: int  # that multiply
-    total: Array  # steps
-    weights: Callable[[Index], None]
-    tokens: Callable[[Index], None]
-    free: Barrier
-
-    def begin(self, size: int) -> None:
-        """Starts the first ones; size: bytes of a step's weights."""
-        copies.begin(self.stages, size, self.weights, self.tokens)
-
-    def all(self) -> None:
-        """Starts those behind, in a warpgroup that copies alone."""
-        copies.each(self.stages, self.total, self._wait, self.weights, self.tokens)
-        # A block may not end while its peer still tells it that a slot is free.
-        copies.each(self.total, self.total + self.stages, self._wait)
-
-    def refill(self, wg: Array, step: Array) -> None:
-        """Starts those into the slot of the step before one that warpgroup wg has read.
-
-        By one of the warpgroups: each has slots of its own.
-        """
-        later = step - 1 + self.stages
-        mine = (later >= self.stages) & (later < self.total) & self._is_of(wg, later)
-
-        @pl.when(mine)
-        def _() -> None:
-            for act in (self._wait, self.weights, self.tokens):
-                act(later)
-
-    def end(self, wg: Array) -> None:
-        """Waits for the last steps in a warpgroup's slots, as `all` does."""
-
-        def wait(step: Array) -> None:
-            pl.when(self._is_of(wg, step))(lambda: self._wait(step))
-
-        copies.each(self.total, self.total + self.stages, wait)
-
-    def _is_of(self, wg: Array, step: Array) -> Array:
-        # A warpgroup waits for each phase of a slot's barrier, or would take an older one for it.
-        return lax.rem(lax.rem(step, self.stages), self.warpgroups) == wg
-
-    def _wait(self, step: Array) -> None:
-        mosaic.barrier_wait(self.free.at[lax.rem(step, self.stages)])
+        producer.begin(s.copied)
+        producer.run()
 
 
 def _starts(
     s: Shares, item: Callable[[Array], _Item], x: Ref, w: Ref, w_smem: Ref, x_smem: Ref,
     full: Barrier,
-) -> tuple[Callable[[Index], None], ...]:  # fmt: skip
+) -> tuple[Callable[[Index], None], Callable[[Index], None]]:  # fmt: skip
     """Returns what starts the copies of a step's weights, and of its tokens."""
     peers: dict[str, Any] = dict(collective_axes="peer") if s.c.cluster > 1 else {}
 
