@@ -99,6 +99,18 @@ def test_tiles_of_words_leave_the_busiest_multiprocessor_least(outputs, groups, 
 
 
 @lowers
+@pytest.mark.parametrize(("terms", "outputs", "groups"), [(14336, 4096, 2), (4096, 6144, 3)])
+def test_tiles_copy_themselves_where_that_gives_registers(terms, outputs, groups):
+    x, scale = shaped(64, terms), shaped(outputs, terms // 128, dtype=jnp.float32)
+    c = quantized_fit.fit(x, shaped(outputs, terms // 2), scale, "int4", in_parts=True, words=True)
+    assert isinstance(c, TuningConfig)
+    assert c.groups == groups and c.copier == (OWN_REGISTERS or groups != 2)
+    s = quantized_fit.share_out(x.shape, outputs, scale.shape, "int4", c, None, True)
+    assert isinstance(s, quantized_fit.Shares)
+    assert s.form.at_once == (2 if groups == 2 else 1)  # sums, for which registers have room
+
+
+@lowers
 def test_products_are_left_whole_in_words():
     def reason(tokens: int, outputs: int) -> str | None:
         shapes = shaped(tokens, 4096), shaped(outputs, 2048), shaped(outputs, 32, dtype=jnp.float32)

@@ -218,6 +218,8 @@ TESTS: tuple[Case, ...] = (
     quantized_tiles(64, 4608, 1536, "int4", group=128, groups=4, exact=True, copier=False,
                     num_ctas=2),
     quantized_tiles(64, 2048, 768, "int8", groups=3, copier=False, cluster=1),
+    quantized_tiles(64, 3072, 256, "float8_e4m3fn", run=64, group=64, groups=2, parts=2, terms=256,
+                    exact=True, copier=False),
     quantized_tiles(32, 1024, 640, "int8", groups=3, shared=True),
     quantized_tiles(64, 2048, 768, "int4", group=128, groups=3, parts=4, terms=256, exact=True,
                     words=True),

@@ -56,8 +56,8 @@ def free_slots(stages: int, readers: int, cluster: int) -> Any:
 class Producer(NamedTuple):
     """Copies of all steps of a block into slots of shared memory, each as soon as its slot is free.
 
-    `run` is for a warpgroup that copies alone. Where none does, warpgroups that multiply `refill`
-    slots of their own.
+    `run` is for a warpgroup that copies alone. Where none does, those that multiply `refill` slots
+    of their own, while tensor cores have products to make.
     """
 
     slots: int
@@ -96,7 +96,8 @@ class Producer(NamedTuple):
 
     def _is_of(self, wg: Array, warpgroups: int, step: Array) -> Array:
         # Whoever waits for a slot's barrier has to wait for each of its phases.
-        return lax.rem(lax.rem(step, self.slots), warpgroups) == wg
+        slot = lax.rem(step, self.slots).astype(jnp.uint32)
+        return lax.rem(slot, jnp.uint32(warpgroups)) == wg.astype(jnp.uint32)
 
     def _wait(self, step: Array) -> None:
         mosaic.barrier_wait(self.free.at[lax.rem(step, self.slots)])

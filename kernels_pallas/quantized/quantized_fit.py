@@ -193,7 +193,8 @@ def share_out(
     if stages < 2 or stages < c.turns or steps % c.turns:
         return f"wants fewer tokens at a time, got {tokens}"
     items = tiles * c.parts * chunks
-    two = OWN_REGISTERS and c.groups * c.turns <= 2 and tokens <= AT_ONCE and form.sums % 2 == 0
+    enough = OWN_REGISTERS or not c.copier
+    two = enough and c.groups * c.turns <= 2 and tokens <= AT_ONCE and form.sums % 2 == 0
     form = form._replace(stages=stages, at_once=2 if two else 1)
     clusters = min(items, c.num_ctas // c.cluster)
     return Shares(form, chunks, tiles, clusters, items, c, activation)
@@ -207,12 +208,13 @@ class Rule(NamedTuple):
     parts: tuple[TuningConfig, ...]  # of sums that another kernel adds up
 
 
-# Two warpgroups have 232 registers a thread, four have 112; four that copy themselves 127, where
-# none have registers of their own. Sums multiplied with scales want twice those of the sums: with
-# two warpgroups up to 128 tokens fit, with four 64; and with two and 64 tokens two sums at once,
-# which steps of 256 terms have by groups of 128. More tokens take weights multiplied with scales,
-# in steps of 64 terms, of which shared memory has room for several. Left out, as their registers
-# spill with 8 bits: two groups by two turns, and four turns of 14,336 terms.
+# Two warpgroups have 232 registers a thread, four have 112. Where none have registers of their own,
+# two beside one that copies have 168, and two or four that copy themselves 255 or 127. Sums
+# multiplied with scales want twice those of the sums: with two warpgroups up to 128 tokens fit,
+# with four 64; and with two and 64 tokens two sums at once, which steps of 256 terms have by groups
+# of 128. More tokens take weights multiplied with scales, in steps of 64 terms, of which shared
+# memory has room for several. Left out, as their registers spill with 8 bits: two groups by two
+# turns, and four turns of 14,336 terms.
 LARGEST = TuningConfig(groups=4, copier=OWN_REGISTERS, exact=True)
 # Terms of three groups' steps: 256 spill where none have registers of their own.
 OF_THREE = (256, 128) if OWN_REGISTERS else (128,)
@@ -231,7 +233,7 @@ RULES = (
             TuningConfig(groups=1, turns=2, exact=True),
         ),
         (
-            TuningConfig(groups=2, parts=4, terms=256, exact=True),
+            TuningConfig(groups=2, parts=4, terms=256, copier=OWN_REGISTERS, exact=True),
             TuningConfig(groups=2, parts=4, exact=True),
             *(TuningConfig(groups=3, parts=4, terms=terms, exact=True) for terms in OF_THREE),
             TuningConfig(groups=1, turns=2, parts=2, terms=256, exact=True),

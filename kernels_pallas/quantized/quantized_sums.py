@@ -104,9 +104,10 @@ def rounded(f: Form, held: Held, of: Sum) -> Array:
             scales = _scales(f, held, index) if f.group else []
             for j in range(f.terms // PIECE):
                 mosaic.wgmma(acc, _scaled(f, piece(j), scales, j), held.x.at[slot, j].T)
+            _refill(f, held, of, index)
             # A product in flight while the next weights are widened would make them all wait.
             plgpu.wgmma_wait(0)
-            _leave(f, held, of, index)
+            mosaic.barrier_arrive(held.free.at[slot])
             return _
 
         lax.fori_loop(0, rounds, body, None)
@@ -145,6 +146,8 @@ def exact(f: Form, held: Held, of: Sum) -> Array:
                         value = _plain(f, piece(j))
                         value = value if less is None else value - less
                         mosaic.wgmma(acc, value, held.x.at[slot, j].T)
+                if first == 0:
+                    _refill(f, held, of, index)
                 found = total
                 for acc, i in zip(accs, mine, strict=True):
                     left = pieces * (mine[-1] - i)  # products that are behind this sum's
@@ -158,7 +161,7 @@ def exact(f: Form, held: Held, of: Sum) -> Array:
 
         for first in range(0, f.sums, f.at_once):
             total = add(first, total)
-        _leave(f, held, of, index)
+        mosaic.barrier_arrive(held.free.at[slot])
         return total
 
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, f.tokens), jnp.float32), layout)
@@ -184,10 +187,11 @@ def paired(f: Form, held: Held, of: Sum) -> Array:
         def multiply(acc: Ref) -> Array:
             for half in range(2):
                 mosaic.wgmma(acc, held.w.at[slot, rows], held.x.at[slot, half].T)
+            _refill(f, held, of, index)
             return acc[...]
 
         y = pl.run_scoped(multiply, mosaic.ACC((ROWS, f.tokens), jnp.float32))
-        _leave(f, held, of, index)
+        mosaic.barrier_arrive(held.free.at[slot])
         return total + (y * _wide(scales[0], f.tokens) if f.group else y)
 
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, f.tokens), jnp.float32), layout)
@@ -203,12 +207,10 @@ def _step(f: Form, of: Sum, index: Index) -> Array:
     return of.begin + of.turn + index * f.turns
 
 
-def _leave(f: Form, held: Held, of: Sum, index: Array) -> None:
-    """Says that the warpgroup has read a step."""
-    step = _step(f, of, index)
-    mosaic.barrier_arrive(held.free.at[lax.rem(step, f.stages)])
+def _refill(f: Form, held: Held, of: Sum, index: Array) -> None:
+    """Has the step before in shared memory replaced, while the products of this one are made."""
     if held.refill is not None:
-        held.refill(step)
+        held.refill(_step(f, of, index))
 
 
 def _fill(f: Form, held: Held, of: Sum, index: Index) -> None:

@@ -3,13 +3,13 @@
 Weights are the tall operand: a block of the grid computes some of their rows for all tokens, so
 that each weight is read and widened once. One warpgroup copies weights and tokens into shared
 memory, step by step of the sum; the others widen 64 rows each in registers and multiply them with
-`wgmma`, by turns: while the tensor cores work for one of them, another widens. Four of them copy
-themselves where registers cannot be moved from one that copies alone. Blocks of a cluster
-share what they read of the tokens, and may share the rows of a warpgroup, of which each then has
-half of the tokens. Scales are multiplied either with the widened weights, which
-rounds them to bfloat16 as plain JAX does, or with the sums of the terms that share one.
-A scale that all terms share is multiplied with their sum. Weights in fp8 are not widened where
-tokens come as pairs of fp8 numbers (`fp8_pairs`). Of a gated MLP a warpgroup has eight gates and
+`wgmma`, by turns: while the tensor cores work for one of them, another widens. Where a warpgroup
+that copies alone cannot leave its registers to the others, these copy, while their products are
+made. Blocks of a cluster share what they read of the tokens, and may share the rows of a warpgroup,
+of which each then has half of the tokens. Scales are multiplied either with the widened weights,
+which rounds them to bfloat16 as plain JAX does, or with the sums of the terms that share one. A
+scale that all terms share is multiplied with their sum. Weights in fp8 are not widened where tokens
+come as pairs of fp8 numbers (`fp8_pairs`). Of a gated MLP a warpgroup has eight gates and
 the eight rows that they gate by turns, so that both meet in a thread, and units alone are written.
 Weights are on their way before the kernel that makes the tokens has ended, so it must not be that
 kernel which makes the weights.
