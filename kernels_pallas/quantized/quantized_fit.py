@@ -37,7 +37,7 @@ class TuningConfig:
     stages: int = 16  # steps that are in shared memory, fewer where they do not fit
     num_ctas: int = 132  # at most: an H200's
     exact: bool = False  # scales are multiplied with sums
-    copier: bool = True  # a warpgroup copies alone and leaves registers to the others, else all do
+    copier: bool = True  # a warpgroup copies, and multiplies nothing; else those that multiply copy
 
     @property
     def own(self) -> int:
@@ -108,7 +108,7 @@ class Shares(NamedTuple):
         return ROWS // self.halves
 
     @property
-    def copied(self) -> int:
+    def weight_bytes(self) -> int:
         """Bytes of a step's weights."""
         return self.rows * self.c.terms // self.packed
 

@@ -166,7 +166,7 @@ def _kernel(
         lax.fori_loop(0, rounds, one, None)
 
     if not s.c.copier:
-        pl.when(wg == 0)(lambda: producer.begin(s.copied))
+        pl.when(wg == 0)(lambda: producer.begin(s.weight_bytes))
         compute()
         producer.end(wg, s.consumers)
         return
@@ -179,7 +179,7 @@ def _kernel(
     @pl.when(wg == s.consumers)
     def _() -> None:
         plgpu.set_max_registers(REGISTERS[s.consumers][1], action="decrease")
-        producer.begin(s.copied)
+        producer.begin(s.weight_bytes)
         producer.run()
 
 
