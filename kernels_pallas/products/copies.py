@@ -67,17 +67,18 @@ class Producer(NamedTuple):
     others: tuple[Callable[[Index], None], ...]
 
     def begin(self, size: int, is_device: bool = True) -> None:
-        """Fills the slots for the first time. size, is_device: as `begin` takes them."""
+        """Fills the slots for the first time. size, is_device: those of `copies.begin`."""
         begin(self.slots, size, self.weights, *self.others, is_device=is_device)
 
-    def run(self) -> None:
-        """Copies all steps that are left, and waits until the last ones have been read."""
+    def run(self, size: int, is_device: bool = True) -> None:
+        """Copies all steps, and waits until the last ones have been read."""
+        self.begin(size, is_device)
         each(self.slots, self.total, self._wait, self.weights, *self.others)
         # A block may not end while its peer still tells it that a slot is free.
         each(self.total, self.total + self.slots, self._wait)
 
     def refill(self, wg: Array, warpgroups: int, step: Array) -> None:
-        """Fills the slot of the step before one that warpgroup wg has read, if it is wg's own."""
+        """Fills the slot of the step before the one that warpgroup wg is at, if it is wg's own."""
         later = step - 1 + self.slots
         is_due = (step > 0) & (later < self.total)
 

@@ -183,8 +183,7 @@ def _fetch(
         mosaic.copy_gmem_to_smem(source, target, full.at[slot(step)], collective_axes="peer")
 
     producer = copies.Producer(s.stages, rounds * s.steps, free, weights, (tokens,))
-    producer.begin(s.tile * STEP * w.dtype.itemsize)
-    producer.run()
+    producer.run(s.tile * STEP * w.dtype.itemsize)
 
 
 def _compute(

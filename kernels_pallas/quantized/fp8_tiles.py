@@ -271,8 +271,7 @@ def _fetch(
 
     others = tokens, scales
     producer = copies.Producer(s.stages, rounds * s.steps, held.free, weights, others)
-    producer.begin(s.halves * TILE * TERMS, is_device)
-    producer.run()
+    producer.run(s.halves * TILE * TERMS, is_device)
 
 
 def _sums(s: Tiles, is_device: bool, wg: Array, at: Item, turn: Array, held: Held) -> list[Array]:

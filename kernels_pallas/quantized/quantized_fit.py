@@ -273,7 +273,7 @@ def fit(
         return f"is ahead for {MIN_TOKENS} to {most} tokens, got {T}"
     rule = next(rule for rule in RULES if T <= rule.tokens)
     # A scale of a whole sum is multiplied with it in any case. Larger steps are for several sums.
-    # Registers spill where blocks share rows of weights that are read by bytes, and others copy.
+    # Registers spill where blocks share rows of weights that are read by bytes, beside a copier.
     group, sizes = x.shape[-1] // scale.shape[1], rule.parts if in_parts else rule.whole
     found = [
         replace(c, exact=c.exact and scale.shape[1] > 1)

@@ -79,7 +79,7 @@ class Held(NamedTuple):
     x: Ref  # [stages, terms / PIECE, tokens, PIECE]; of pairs [stages, 2, tokens, terms]
     full: Barrier
     free: Barrier
-    refill: Callable[[Array], None] | None = None  # told of each step that the warpgroup has read
+    refill: Callable[[Array], None] | None = None  # told of each step that the warpgroup is at
 
 
 class Sum(NamedTuple):
@@ -208,7 +208,7 @@ def _step(f: Form, of: Sum, index: Index) -> Array:
 
 
 def _refill(f: Form, held: Held, of: Sum, index: Array) -> None:
-    """Has the step before in shared memory replaced, while the products of this one are made."""
+    """Has a later step copied over the one before, while the products of this one are made."""
     if held.refill is not None:
         held.refill(_step(f, of, index))
 

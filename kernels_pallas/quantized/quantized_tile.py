@@ -179,8 +179,7 @@ def _kernel(
     @pl.when(wg == s.consumers)
     def _() -> None:
         plgpu.set_max_registers(REGISTERS[s.consumers][1], action="decrease")
-        producer.begin(s.weight_bytes)
-        producer.run()
+        producer.run(s.weight_bytes)
 
 
 def _starts(
