@@ -10,7 +10,7 @@ import pytest
 
 from jaxrunner.kernels_pallas.products.add_norm import add_rms_norm
 from jaxrunner.kernels_pallas.quantized import quantized_fit
-from jaxrunner.kernels_pallas.quantized.quantized_fit import OWN_REGISTERS, TuningConfig
+from jaxrunner.kernels_pallas.quantized.quantized_fit import TuningConfig
 from jaxrunner.kernels_pallas.quantized.quantized_tile import quantized_tile
 from jaxrunner.kernels_pallas.quantized.widen_tile import in_order
 from jaxrunner.ops import word_products
@@ -94,17 +94,16 @@ def test_tiles_of_words_leave_the_busiest_multiprocessor_least(outputs, groups, 
     c = quantized_fit.fit(*shapes, "int4", activation="silu", words=True)
     assert isinstance(c, TuningConfig)
     assert (c.groups, c.shared) == (groups, shared)
-    assert c.copier == (OWN_REGISTERS or groups < 4)
     assert 118 < outputs // c.height * c.cluster <= 132  # blocks
 
 
 @lowers
 @pytest.mark.parametrize(("terms", "outputs", "groups"), [(14336, 4096, 2), (4096, 6144, 3)])
-def test_tiles_copy_themselves_where_that_gives_registers(terms, outputs, groups):
+def test_two_warpgroups_have_registers_for_two_sums(terms, outputs, groups):
     x, scale = shaped(64, terms), shaped(outputs, terms // 128, dtype=jnp.float32)
     c = quantized_fit.fit(x, shaped(outputs, terms // 2), scale, "int4", in_parts=True, words=True)
     assert isinstance(c, TuningConfig)
-    assert c.groups == groups and c.copier == (OWN_REGISTERS or groups != 2)
+    assert c.groups == groups
     s = quantized_fit.share_out(x.shape, outputs, scale.shape, "int4", c, None, True)
     assert isinstance(s, quantized_fit.Shares)
     assert s.form.at_once == (2 if groups == 2 else 1)  # sums, for which registers have room
@@ -165,7 +164,7 @@ def test_kernels_refuse_another_order_in_words():
         )  # fmt: skip
     for changed, reason in (
         (dict(shared=True), "clusters of two, and no turns, where blocks share rows"),
-        (dict(copier=False), "a warpgroup that copies where others take steps by turns"),
+        ({}, "one warpgroup's rows where others take steps by turns"),
     ):
         how = dict(config=TuningConfig(groups=2, turns=2, exact=True, **changed))
         with pytest.raises(ValueError, match=reason):

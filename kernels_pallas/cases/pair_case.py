@@ -76,7 +76,6 @@ PAIRS = (
     paired_tiles(64, 2048, 768, 128, 128, groups=3, parts=4),
     paired_tiles(64, 1024, 448, groups=4, shared=True),
     paired_tiles(128, 1536, 512, 128, 256, groups=2, num_ctas=2),
-    paired_tiles(64, 1536, 512, 128, 128, groups=4, copier=False),
     paired_tiles(128, 1024, 512, 1, 128, groups=2, cluster=1, tokens=64),
     paired_tiles(64, 2048, 6144, 128, 128),
 )  # fmt: skip

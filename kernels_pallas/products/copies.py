@@ -77,10 +77,13 @@ class Producer(NamedTuple):
         # A block may not end while its peer still tells it that a slot is free.
         each(self.total, self.total + self.slots, self._wait)
 
-    def refill(self, wg: Array, warpgroups: int, step: Array) -> None:
-        """Fills the slot of the step before the one that warpgroup wg is at, if it is wg's own."""
-        later = step - 1 + self.slots
-        is_due = (step > 0) & (later < self.total)
+    def refill(self, wg: Array, warpgroups: int, step: Array, turns: int = 1) -> None:
+        """Fills the slot of the step before the one that warpgroup wg is at, if it is wg's own.
+
+        turns: how many warpgroups have steps by turns; where more than one do, all have.
+        """
+        later = step - turns + self.slots
+        is_due = (step >= turns) & (later < self.total)
 
         @pl.when(is_due & self._is_of(wg, warpgroups, later))
         def _() -> None:

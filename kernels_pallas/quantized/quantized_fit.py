@@ -12,7 +12,6 @@ from jaxrunner.kernels_pallas.products.matmul import ROWS, refuses_activation
 from jaxrunner.kernels_pallas.quantized import widen, widen_tile
 from jaxrunner.kernels_pallas.quantized.quantized_matmul import refuses_numbers
 from jaxrunner.kernels_pallas.quantized.quantized_sums import PIECE, Form
-from jaxrunner.kernels_pallas.registers import OWN_REGISTERS
 
 MIN_TOKENS, MAX_TOKENS = 64, 256  # fewer do not fill what `wgmma` computes at a time
 MAX_PAIRS = 128  # tokens as pairs: registers hold the sums of no more
@@ -37,7 +36,6 @@ class TuningConfig:
     stages: int = 16  # steps that are in shared memory, fewer where they do not fit
     num_ctas: int = 132  # at most: an H200's
     exact: bool = False  # scales are multiplied with sums
-    copier: bool = True  # a warpgroup copies, and multiplies nothing; else those that multiply copy
 
     @property
     def own(self) -> int:
@@ -170,8 +168,8 @@ def share_out(
         return f"wants tokens in multiples of {8 * c.cluster}, {tokens} at a time, got {T}"
     if c.shared and (c.cluster != 2 or c.turns > 1):
         return f"wants clusters of two, and no turns, where blocks share rows, got {c}"
-    if c.turns > 1 and not c.copier:
-        return f"wants a warpgroup that copies where others take steps by turns, got {c}"
+    if c.turns > 1 and c.groups > 1:
+        return f"wants one warpgroup's rows where others take steps by turns, got {c}"
     if E % (c.terms * c.parts) or F % c.height:
         return (
             f"wants sums of a multiple of {c.terms * c.parts} terms and outputs of "
@@ -193,8 +191,7 @@ def share_out(
     if stages < 2 or stages < c.turns or steps % c.turns:
         return f"wants fewer tokens at a time, got {tokens}"
     items = tiles * c.parts * chunks
-    enough = OWN_REGISTERS or not c.copier
-    two = enough and c.groups * c.turns <= 2 and tokens <= AT_ONCE and form.sums % 2 == 0
+    two = c.groups * c.turns <= 2 and tokens <= AT_ONCE and form.sums % 2 == 0
     form = form._replace(stages=stages, at_once=2 if two else 1)
     clusters = min(items, c.num_ctas // c.cluster)
     return Shares(form, chunks, tiles, clusters, items, c, activation)
@@ -208,16 +205,11 @@ class Rule(NamedTuple):
     parts: tuple[TuningConfig, ...]  # of sums that another kernel adds up
 
 
-# Two warpgroups have 232 registers a thread, four have 112. Where none have registers of their own,
-# two beside one that copies have 168, and two or four that copy themselves 255 or 127. Sums
-# multiplied with scales want twice those of the sums: with two warpgroups up to 128 tokens fit,
-# with four 64; and with two and 64 tokens two sums at once, which steps of 256 terms have by groups
-# of 128. More tokens take weights multiplied with scales, in steps of 64 terms, of which shared
-# memory has room for several. Left out, as their registers spill with 8 bits: two groups by two
-# turns, and four turns of 14,336 terms.
-LARGEST = TuningConfig(groups=4, copier=OWN_REGISTERS, exact=True)
-# Terms of three groups' steps: 256 spill where none have registers of their own.
-OF_THREE = (256, 128) if OWN_REGISTERS else (128,)
+# Two warpgroups have 255 registers a thread, three 168, four 127. Sums multiplied with scales want
+# twice those of the sums: with two warpgroups up to 128 tokens fit, with four 64; and with two and
+# 64 tokens two sums at once, which steps of 256 terms have by groups of 128. More tokens take
+# weights multiplied with scales, in steps of 64 terms, of which shared memory has room for several.
+LARGEST = TuningConfig(groups=4, exact=True)
 RULES = (
     Rule(
         64,
@@ -233,9 +225,10 @@ RULES = (
             TuningConfig(groups=1, turns=2, exact=True),
         ),
         (
-            TuningConfig(groups=2, parts=4, terms=256, copier=OWN_REGISTERS, exact=True),
+            TuningConfig(groups=2, parts=4, terms=256, exact=True),
             TuningConfig(groups=2, parts=4, exact=True),
-            *(TuningConfig(groups=3, parts=4, terms=terms, exact=True) for terms in OF_THREE),
+            TuningConfig(groups=3, parts=4, terms=256, exact=True),
+            TuningConfig(groups=3, parts=4, exact=True),
             TuningConfig(groups=1, turns=2, parts=2, terms=256, exact=True),
             TuningConfig(groups=1, turns=2, parts=2, exact=True),
         ),
@@ -273,12 +266,11 @@ def fit(
         return f"is ahead for {MIN_TOKENS} to {most} tokens, got {T}"
     rule = next(rule for rule in RULES if T <= rule.tokens)
     # A scale of a whole sum is multiplied with it in any case. Larger steps are for several sums.
-    # Registers spill where blocks share rows of weights that are read by bytes, beside a copier.
     group, sizes = x.shape[-1] // scale.shape[1], rule.parts if in_parts else rule.whole
     found = [
         replace(c, exact=c.exact and scale.shape[1] > 1)
         for c in sizes
-        if (c.terms <= TERMS or c.terms >= 2 * group) and (words or not (c.shared and c.copier))
+        if c.terms <= TERMS or c.terms >= 2 * group
     ]
     rest = activation, words
     reasons = [refuses(x, weight, scale, code, c, *rest) for c in found]

@@ -50,9 +50,6 @@ from jaxrunner.kernels_pallas.quantized.quantized_sums import (
 from jaxrunner.kernels_pallas.stores import put, put_all_transposed, put_transposed
 from jaxrunner.types import Array
 
-# Of a thread that computes, by warpgroups that do, and of one that copies.
-REGISTERS = {1: (232, 40), 2: (232, 40), 3: (152, 40), 4: (112, 32)}
-
 
 def quantized_tile(
     x: Array, weight: Array, scale: Array, x_scale: Array | None = None, *, code: str,
@@ -102,7 +99,7 @@ def quantized_tile(
             read=plgpu.Barrier(num_arrivals=c.groups),
         ),
         grid=(s.clusters,), grid_names=("team",),
-        num_threads=s.consumers + c.copier, thread_name="wg",
+        num_threads=s.consumers, thread_name="wg",
         cluster=(c.cluster,) if c.cluster > 1 else (),
         cluster_names=("peer",) if c.cluster > 1 else (),
         kernel_name="quantized_tile", compiler_params=COMPILER,
@@ -137,7 +134,7 @@ def _kernel(
 
     def compute() -> None:
         group, turn = lax.rem(wg, s.c.groups), lax.div(wg, s.c.groups)
-        refill = None if s.c.copier else functools.partial(producer.refill, wg, s.consumers)
+        refill = functools.partial(producer.refill, wg, s.consumers, turns=s.c.turns)
         held = Held(scale, None, kept.at[wg], w_smem, x_smem, full, free, refill)
 
         def one(r: Array, _: None) -> None:
@@ -165,21 +162,9 @@ def _kernel(
 
         lax.fori_loop(0, rounds, one, None)
 
-    if not s.c.copier:
-        pl.when(wg == 0)(lambda: producer.begin(s.weight_bytes))
-        compute()
-        producer.end(wg, s.consumers)
-        return
-
-    @pl.when(wg < s.consumers)
-    def _() -> None:
-        plgpu.set_max_registers(REGISTERS[s.consumers][0], action="increase")
-        compute()
-
-    @pl.when(wg == s.consumers)
-    def _() -> None:
-        plgpu.set_max_registers(REGISTERS[s.consumers][1], action="decrease")
-        producer.run(s.weight_bytes)
+    pl.when(wg == 0)(lambda: producer.begin(s.weight_bytes))
+    compute()
+    producer.end(wg, s.consumers)
 
 
 def _starts(
