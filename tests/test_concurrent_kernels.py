@@ -15,18 +15,20 @@ from jaxrunner.hf_config import Settings
 from jaxrunner.models.registry import read_model
 from jaxrunner.ops.backends import dense
 from jaxrunner.types import Inputs
-from tests.support import hybrids, mixtures, tiny
+from tests.support import dense_families, families, hybrids, mixtures, tiny
 from tests.support.checkpoints import NEEDS_TORCH
 
 NUM_TOKENS = 6
-CASES = [(module, name) for module in (hybrids, mixtures) for name in module.VARIANTS]
+MODULES = families, dense_families, hybrids, mixtures
+CASES = [(module, name) for module in MODULES for name in module.VARIANTS]
+OF_PRODUCTS = "falcon h1", "starcoder 2", "gpt 2", "pythia", "neox"  # whose MLPs are no `ops.mlp`
 ATTENTION = "attend", "rotate_attend", "attend_latent"
 
 
 def settings(module: Any, variant: str) -> dict[str, Any]:
     """Returns the keys of a variant's `config.json`."""
-    if module is hybrids:
-        return hybrids.settings(variant)
+    if module is not mixtures:
+        return module.settings(variant)
     transformers = pytest.importorskip("transformers", reason=NEEDS_TORCH)
     family, changes = mixtures.VARIANTS[variant]
     made = getattr(transformers, mixtures.CONFIGS.get(family, f"{family}Config"))
@@ -37,7 +39,7 @@ def settings(module: Any, variant: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kinds", [("mlp", "experts"), ATTENTION], ids=["mlp", "attention"])
 def test_what_waits_depends_on_what_waits_before(module: Any, variant: str, kinds: tuple[str, ...]):
     model, config = read_model(Settings(settings(module, variant)))
-    if not getattr(config, "concurrent_kernels", False):
+    if getattr(config, "concurrent_kernels", None) is False:
         pytest.skip("its kernels run one after the other")
     params = tiny.random_params(config, params=model.params)
     positions = jnp.arange(NUM_TOKENS, dtype=jnp.int32)
@@ -62,7 +64,7 @@ def test_what_waits_depends_on_what_waits_before(module: Any, variant: str, kind
         jaxpr = jax.make_jaxpr(run)(model.embed(config, params, inputs))
     found = calls_before(jaxpr)
     assert found == {n: {*range(n)} for n in range(num)}
-    assert num or variant.startswith("falcon h1")  # whose MLPs are products
+    assert num or variant.startswith(OF_PRODUCTS)
 
 
 def calls_before(jaxpr: Any) -> dict[int, set[int]]:

@@ -93,7 +93,7 @@ def test_units_are_those_of_both_products(sizes: tuple[int, ...], config: dict[s
         ((64, 384, 128), {}),
         ((136, 1280, 256), dict(num_ctas=2)),
         ((64, 2048, 256), dict(parts=4)),
-        ((200, 512, 256), dict(groups=3, num_ctas=4)),
+        ((200, 512, 256), dict(halves=2, num_ctas=4)),
     ],
 )
 def test_the_kernel_computes_what_its_oracle_does(

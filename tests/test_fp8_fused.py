@@ -104,10 +104,10 @@ def test_other_gates_are_refused(x: Any, x_scale: Any, weight: Any, words: str):
 
 
 @lowers
-@pytest.mark.parametrize("config", [dict(parts=2), dict(groups=3)])
-def test_gates_are_summed_whole_and_by_two_warpgroups(config: dict[str, int]):
+@pytest.mark.parametrize("config", [dict(parts=2), dict(halves=1)])
+def test_gates_are_summed_whole_beside_what_they_gate(config: dict[str, int]):
     args = fp8_units(64, 256, 128).make(0)
-    with pytest.raises(ValueError, match="fp8_gates wants parts=1 and groups=2, or 0, got parts="):
+    with pytest.raises(ValueError, match="fp8_gates wants parts=1 and halves=2, or 0, got parts="):
         fp8_gates(*args, config=TuningConfig(**config))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrunner.kernels_pallas.cases.fp8_case import fp8_products
-from jaxrunner.kernels_pallas.quantized.fp8_blocks import fp8_blocks, num_groups, num_parts
+from jaxrunner.kernels_pallas.quantized.fp8_blocks import fp8_blocks, num_halves, num_parts
 from jaxrunner.kernels_pallas.quantized.fp8_rounding import fp8_rounding
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import TuningConfig
 from jaxrunner.kernels_pallas.registers import OWN_REGISTERS
@@ -67,8 +67,8 @@ def test_the_oracle_of_the_kernel_is_what_plain_jax_computes():
         ((64, 1152, 512), dict(num_ctas=2)),  # clusters share tokens
         ((72, 384, 128), {}),  # no cluster, rows of scales that are padded
         ((64, 2048, 256), dict(parts=8)),  # parts that begin between the places of copies
-        # Three warpgroups, and a last run of tiles that is shorter than others.
-        ((520, 512, 256), dict(groups=3, num_ctas=4, together=2)),
+        # Two tiles of outputs at once, and a last run of tiles that is shorter than others.
+        ((520, 512, 512), dict(halves=2, num_ctas=4, together=2)),
     ],
 )
 def test_the_kernel_computes_what_its_oracle_does(
@@ -191,11 +191,18 @@ def test_the_kernel_refuses_parts_that_do_not_divide_its_sums():
         fp8_blocks(x, scale, x[:1].repeat(256, 0), jnp.ones((2, 2)), config=TuningConfig(parts=4))
 
 
-def test_warpgroups_are_those_that_end_first():
-    best = functools.partial(num_groups, config=TuningConfig())
+def test_tiles_at_once_are_those_that_end_first():
+    best = functools.partial(num_halves, config=TuningConfig())
     for F in 4096, 6144, 28672:
-        assert best(8192, F) == (3 if OWN_REGISTERS else 2) and best(64, F) == best(256, F) == 2
-    assert num_groups(192, 6144, TuningConfig(parts=4)) == 2
+        assert best(8192, F) == (2 if OWN_REGISTERS else 1)
+    assert best(64, 6144) == best(8192, 384) == num_halves(8192, 6144, TuningConfig(parts=4)) == 1
+
+
+@lowers
+def test_the_kernel_refuses_tiles_at_once_that_do_not_divide_its_outputs():
+    x, scale = jnp.zeros((8, 256), FP8), jnp.ones((2, 8))
+    with pytest.raises(ValueError, match="fp8_blocks wants halves that divide 3 tiles, got 2"):
+        fp8_blocks(x, scale, x[:1].repeat(384, 0), jnp.ones((3, 2)), config=TuningConfig(halves=2))
 
 
 @pytest.mark.parametrize(("tokens", "terms", "outputs"), [(64, 14336, 4096), (256, 4096, 4096)])

@@ -41,10 +41,11 @@ def modes(of: Program, rows: int, lora: bool = False) -> set[str | None]:
     return {options.get(MODE) for options in found}
 
 
-def test_steps_of_few_tokens_with_adapters_do():
+@pytest.mark.parametrize("lora", [False, True])
+def test_steps_of_few_tokens_do(lora):
     llama = program("llama8b")
-    assert modes(llama, 1, lora=True) == modes(llama, 8, lora=True) == BESIDE
-    assert modes(llama, 8) == modes(llama, 64, lora=True) == modes(llama, 64) == {None}
+    assert modes(llama, 1, lora) == modes(llama, 8, lora) == BESIDE
+    assert modes(llama, 16, lora) == modes(llama, 64, lora) == {None}
 
 
 @pytest.mark.parametrize("preset", ["deepseek_v2_lite", "granite4_h_tiny", "qwen35_9b"])

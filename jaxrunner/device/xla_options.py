@@ -26,8 +26,9 @@ APART = (("xla_gpu_dot_merger_threshold_mb", "0"),)
 # The autotuner times products, and does not compare their results, which takes longer.
 TIMED = (("xla_gpu_autotune_level", "2"),)
 # A graph that is ordered by what its kernels read and write runs side by side what leaves most
-# multiprocessors idle: with few tokens first products of adapters beside base products, with some
-# a shared expert beside the choice of others, and what states are carried on by. Kernels that count
+# multiprocessors idle: with few tokens first products of adapters beside base products, and small
+# kernels of requests and of attention's plan; with some a shared expert beside the choice of
+# others, and what states are carried on by. Kernels that count
 # in a buffer (`grid_barrier`) write what XLA takes to be only read: those that share one must be
 # ordered by their results, as all attention and all MLPs of a step are, but for those of a draft
 # model. Of two that wait for all of their blocks neither may find room for them: a mixture asks for
@@ -51,7 +52,7 @@ def _beside(program: Program, size: Bucket) -> Options:
     drafts, wanted = program.model.speculator, getattr(program.config, "concurrent_kernels", None)
     if program.mesh is not None or drafts is not None or not size.query_len or wanted is False:
         return ()
-    return BESIDE if size.num_tokens <= (SOME if wanted else FEW * size.lora) else ()
+    return BESIDE if size.num_tokens <= (SOME if wanted else FEW) else ()
 
 
 def _products(num_tokens: int) -> Options:

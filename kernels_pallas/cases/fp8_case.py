@@ -86,7 +86,7 @@ def roundings(*shape: int) -> Case:
 FP8 = (
     fp8_products(304, 512, 384), fp8_products(72, 1024, 512, 256), fp8_products(256, 384, 256),
     fp8_products(512, 5120, 1024, parts=2, num_ctas=8), fp8_products(64, 2048, 256, parts=4),
-    fp8_products(1096, 512, 384, groups=3, num_ctas=6),
+    fp8_products(1096, 512, 512, halves=2, num_ctas=6), fp8_products(200, 640, 512, 256, halves=2),
     rounded_norms(72, 4096), rounded_norms(16, 2048, 3), rounded_norms(8, 5120, 1),
     fp8_units(304, 512, 384), fp8_units(72, 1024, 256, 256), fp8_units(512, 640, 128, num_ctas=4),
     fp8_units(304, 512, 384, width=64),

@@ -1,6 +1,6 @@
 """Products of tokens with weights, both in fp8 with scales of blocks, on Hopper (Mosaic GPU).
 
-`fp8_tiles` sums up tiles of 128 or 192 tokens and 128 outputs, which this writes in any dtype. Of
+`fp8_tiles` sums up tiles of 128 tokens and 128 or 256 outputs, which this writes in any dtype. Of
 tokens that are pairs (`fp8_bands`) a tile has half as many, whose two rows are added up.
 """
 
@@ -18,6 +18,8 @@ from jaxrunner.kernels_pallas.products.matmul import COMPILER, ROWS
 from jaxrunner.kernels_pallas.quantized import fp8_bands, fp8_tiles
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import (
     DEFAULT,
+    GROUPS,
+    HEIGHT,
     TERMS,
     TILE,
     Held,
@@ -29,8 +31,8 @@ from jaxrunner.kernels_pallas.registers import OWN_REGISTERS
 from jaxrunner.types import Array
 
 MAX_PARTS = 8
-# By the warpgroups that compute: how long a tile takes, as an H200 with 8,192 tokens says.
-PACE = {2: 2.0, 3: 2.65} if OWN_REGISTERS else {2: 2.0}
+# By the tiles that a block has at once: how long they take, as an H200 with 8,192 tokens says.
+PACE = {1: 1.0, 2: 1.7} if OWN_REGISTERS else {1: 1.0}
 
 
 def fp8_blocks(
@@ -46,7 +48,8 @@ def fp8_blocks(
     interpreter; None on a GPU.
 
     Raises:
-      ValueError: what `fp8_tiles.refuses` says, or `config.parts` do not divide the sums.
+      ValueError: what `fp8_tiles.refuses` says, or `config.parts` do not divide the sums, or
+        `config.halves` the outputs.
     """
     c, (T, E), F = config, x.shape, weight.shape[0]
     if why := fp8_tiles.refuses(x, x_scale, weight, scale):
@@ -54,14 +57,17 @@ def fp8_blocks(
     if E % (TERMS * c.parts):
         raise ValueError(f"fp8_blocks wants parts that divide {E // TERMS} steps, got {c.parts}")
     size, tokens = jnp.dtype(dtype).itemsize, T // 2 if pairs else T
-    groups = c.groups or num_groups(T, F, c)
-    s = fp8_tiles.fit(T, E, F, F // scale.shape[0], groups, TILE * size, c)
+    halves = c.halves or num_halves(T, F, c)
+    if F % (halves * TILE):
+        raise ValueError(f"fp8_blocks wants halves that divide {F // TILE} tiles, got {halves}")
+    width = TILE // halves  # columns that are written at once: what they take, stages have not
+    s = fp8_tiles.fit(T, E, F // halves, F // scale.shape[0], width * size, c, halves)
     return plgpu.kernel(
         functools.partial(_kernel, s, pairs, interpret is None),
         out_type=jax.ShapeDtypeStruct((tokens, F) if c.parts == 1 else (c.parts, tokens, F), dtype),
         scratch_types=fp8_tiles.scratch(s) | dict(
             out_smem=plgpu.SMEM(
-                (s.groups, _height(pairs), TILE), dtype, transforms=mosaic.tiled(128 // size, size)
+                (GROUPS, _height(pairs), width), dtype, transforms=mosaic.tiled(128 // size, size)
             )
         ),
         **fp8_tiles.grid(s),
@@ -72,22 +78,23 @@ def fp8_blocks(
 
 def num_parts(T: int, E: int, F: int, num_ctas: int = TuningConfig.num_ctas) -> int:
     """Returns into how many parts sums are best cut: those that leave least idle, of equals few."""
-    steps, tiles = E // TERMS, -(-T // (2 * ROWS)) * (F // TILE)
-    parts = [n for n in range(1, MAX_PARTS + 1) if steps % n == 0 and (n == 1 or T <= 4 * ROWS)]
+    steps, tiles = E // TERMS, -(-T // HEIGHT) * (F // TILE)
+    parts = [n for n in range(1, MAX_PARTS + 1) if steps % n == 0 and (n == 1 or T <= 2 * HEIGHT)]
     return min(parts, key=lambda n: -(-tiles * n // num_ctas) / n)
 
 
-def num_groups(T: int, F: int, config: TuningConfig) -> int:
-    """Returns how many warpgroups are best to compute: those that are done first, of equals few.
+def num_halves(T: int, F: int, config: TuningConfig) -> int:
+    """Returns how many tiles a block has at once: those that are done first, of equals few.
 
     Sums in parts are of few tokens.
     """
 
-    def time(groups: int) -> float:
-        tiles = -(-T // (groups * ROWS)) * (F // TILE)
-        return -(-tiles // config.num_ctas) * PACE[groups]
+    def time(halves: int) -> float:
+        tiles = -(-T // HEIGHT) * (F // (halves * TILE))
+        return -(-tiles // config.num_ctas) * PACE[halves]
 
-    return min(PACE, key=time) if config.parts == 1 else 2
+    served = [halves for halves in PACE if F % (halves * TILE) == 0]
+    return min(served, key=time) if config.parts == 1 else 1
 
 
 def _height(pairs: bool) -> int:
@@ -100,14 +107,18 @@ def _kernel(
     out_smem: Ref, **smem: Any,
 ) -> None:  # fmt: skip
     def leave(wg: Array, at: Item, totals: list[Array]) -> None:
-        (total,), place, height = totals, out_smem.at[wg], _height(pairs)
-        if pairs:
-            total = fp8_bands.fold(total, is_device=is_device)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        place[...] = total.astype(out.dtype)
-        plgpu.commit_smem()
+        place, height = out_smem.at[wg], _height(pairs)
         target = out if s.parts == 1 else out.at[at.part]
-        rows = pl.ds((at.tokens * s.groups + wg) * height, height)
-        mosaic.copy_smem_to_gmem(place, target.at[rows, pl.ds(at.outputs * TILE, TILE)])
+        rows = pl.ds((at.tokens * GROUPS + wg) * height, height)
+        for half, total in enumerate(totals):
+            if pairs:
+                total = fp8_bands.fold(total, is_device=is_device)
+            width = place.shape[1]
+            for first in range(0, TILE, width):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                place[...] = total[:, first : first + width].astype(out.dtype)
+                plgpu.commit_smem()
+                columns = pl.ds(s.place(at, half) * TILE + first, width)
+                mosaic.copy_smem_to_gmem(place, target.at[rows, columns])
 
     fp8_tiles.run(s, is_device, x, x_scale, w, scale, Held(**smem), leave)

@@ -22,6 +22,8 @@ from jaxrunner.kernels_pallas.quantized.fp8_rounding import rounded, swiglu
 from jaxrunner.kernels_pallas.quantized.fp8_tiles import (
     DEFAULT,
     E4M3,
+    GROUPS,
+    HEIGHT,
     TILE,
     Held,
     Item,
@@ -31,8 +33,6 @@ from jaxrunner.kernels_pallas.quantized.fp8_tiles import (
 from jaxrunner.kernels_pallas.quantized.quantized_steps import HALF
 from jaxrunner.kernels_pallas.stores import put
 from jaxrunner.types import Array
-
-GROUPS = 2  # warpgroups that compute: two sums fill the registers of their threads
 
 
 def refuses(x: Shaped, x_scale: Shaped, weight: Shaped, scale: Shaped) -> str | None:
@@ -59,24 +59,24 @@ def fp8_gates(
     GPU. SwiGLU: arXiv:2002.05202.
 
     Raises:
-      ValueError: what `refuses` says, or sums in parts or by other warpgroups are asked for.
+      ValueError: what `refuses` says, or sums in parts are asked for.
     """
     (T, E), F = x.shape, weight.shape[0] // 2
     if why := refuses(x, x_scale, weight, scale):
         raise ValueError(f"fp8_gates {why}")
-    if config.parts != 1 or config.groups not in (0, GROUPS):
-        given = f"parts={config.parts} and groups={config.groups}"
-        raise ValueError(f"fp8_gates wants parts=1 and groups={GROUPS}, or 0, got {given}")
-    s = fp8_tiles.fit(T, E, F, 2 * F // scale.shape[0], GROUPS, TILE + 4, config, halves=2)
+    if config.parts != 1 or config.halves == 1:
+        given = f"parts={config.parts} and halves={config.halves}"
+        raise ValueError(f"fp8_gates wants parts=1 and halves=2, or 0, got {given}")
+    s = fp8_tiles.fit(T, E, F, 2 * F // scale.shape[0], TILE + 4, config, 2, gap=F // TILE)
     return plgpu.kernel(
         functools.partial(_kernel, s, jnp.dtype(dtype), pairs, interpret is None),
         out_type=(
             jax.ShapeDtypeStruct((T, F), E4M3),
-            jax.ShapeDtypeStruct((F // TILE, s.tokens * s.height), jnp.float32),
+            jax.ShapeDtypeStruct((F // TILE, s.tokens * HEIGHT), jnp.float32),
         ),
         scratch_types=fp8_tiles.scratch(s) | dict(
-            out_smem=plgpu.SMEM((s.groups, ROWS, TILE), E4M3, transforms=mosaic.tiled(TILE, 1)),
-            scale_smem=plgpu.SMEM((s.groups, ROWS), jnp.float32),
+            out_smem=plgpu.SMEM((GROUPS, ROWS, TILE), E4M3, transforms=mosaic.tiled(TILE, 1)),
+            scale_smem=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
         ),
         **fp8_tiles.grid(s),
         kernel_name="fp8_gates_of_pairs" if pairs else "fp8_gates", compiler_params=COMPILER,
@@ -105,7 +105,7 @@ def _kernel(
         put(place, found)
         put(scale_place, own)
         plgpu.commit_smem()
-        rows = pl.ds(at.tokens * s.height + wg * ROWS, ROWS)
+        rows = pl.ds(at.tokens * HEIGHT + wg * ROWS, ROWS)
         mosaic.copy_smem_to_gmem(place, numbers.at[rows, pl.ds(at.outputs * TILE, TILE)])
         mosaic.copy_smem_to_gmem(scale_place, scales.at[at.outputs, rows])
 

@@ -2,9 +2,9 @@
 
 Tensor cores sum 128 terms of fp8 up with some 14 bits; each of these sums is multiplied with the
 scale of its token and that of its block of weights, and added to others in float32. A block of the
-grid takes one tile after another, of 64 tokens for each warpgroup that computes and of 128 outputs,
-or of 128 gates and what they gate: one warpgroup copies, two or three compute, so that one
-multiplies while another adds. The two blocks of a cluster have tiles beside each other and share
+grid takes one tile after another, of 128 tokens and of 128 outputs, of twice as many, or of 128
+gates and what they gate: one warpgroup copies, two compute 64 tokens each, so that one multiplies
+while the other adds. The two blocks of a cluster have tiles beside each other and share
 the weights of both, or the tokens. Neighbours in time share weights or tokens in the L2 cache.
 DeepSeek-V3, arXiv:2412.19437.
 """
@@ -33,9 +33,11 @@ from jaxrunner.types import Array
 
 TILE = 128  # outputs of a tile
 TERMS = 128  # that share a scale
-# By the warpgroups that compute: registers of their threads and of those that copy. With fewer for
-# either, `fp8_gates` has numbers in memory.
-REGISTERS = {2: (216, 72), 3: (152, 40)}
+GROUPS = 2  # warpgroups that compute
+HEIGHT = GROUPS * ROWS  # tokens of a tile
+# Of threads that compute and of those that copy. With fewer for either, `fp8_gates` has numbers in
+# memory.
+REGISTERS = 216, 72
 WINDOW = 8  # steps whose scales are copied at once, more than there are stages; fewer end a tile
 WINDOWS = 3  # in shared memory: one is read, a short one may follow, and the next is on its way
 LINE = 32  # scales of weights that are copied at once: 128 bytes are the fewest
@@ -47,12 +49,12 @@ E4M3 = jnp.float8_e4m3fn
 class TuningConfig:
     """Sizes that change speed alone, but for the order of a sum in parts."""
 
-    groups: int = 0  # warpgroups that have 64 tokens of a tile each; 0: those that are done first
     num_ctas: int = 132  # at most: an H200's
     stages: int = 6  # steps that are in shared memory
     together: int = 8  # tiles of tokens that are taken for one tile of outputs after another
     cluster: int = 2  # blocks that share weights or tokens, where their tiles can be halved
     parts: int = 1  # of a sum
+    halves: int = 0  # 2 where `fp8_blocks` has two tiles at once; 0: as many as are done first
     width: int = 0  # outputs of a product; 0: as many as registers hold beside the sums
 
 
@@ -70,9 +72,8 @@ class Item(NamedTuple):
 class Tiles(NamedTuple):
     """The compile-time parameters of a kernel."""
 
-    groups: int  # of warpgroups that compute
     tokens: int  # tiles
-    outputs: int  # tiles
+    outputs: int  # tiles, or pairs of them
     steps: int  # of a part
     run: int  # tiles of outputs that share a scale
     stages: int
@@ -81,13 +82,9 @@ class Tiles(NamedTuple):
     parts: int
     cluster: int  # blocks
     of_tokens: bool  # its blocks have tiles of tokens beside each other, and share weights
-    halves: int  # 2 where a tile has gates and what they gate, which is `outputs` tiles behind
+    halves: int  # 2 where a block has two tiles of outputs at once
+    gap: int  # tiles from one to the other: to the next, or from gates to what they gate
     width: int  # outputs of a product
-
-    @property
-    def height(self) -> int:
-        """Tokens of a tile."""
-        return self.groups * ROWS
 
     @property
     def wide(self) -> tuple[int, int]:
@@ -112,6 +109,10 @@ class Tiles(NamedTuple):
             return Item(one * self.cluster + peer, other, part)
         return Item(one, other * self.cluster + peer, part)
 
+    def place(self, at: Item, half: int) -> Array:
+        """Returns which tile of the outputs one of a block's two is."""
+        return at.outputs * (self.halves if self.gap == 1 else 1) + half * self.gap
+
     def window(self, step: Index) -> Index:
         """Returns which window of scales a step of a block is in."""
         turn, rest = lax.div(step, self.steps), lax.rem(step, self.steps)
@@ -125,9 +126,9 @@ class Tiles(NamedTuple):
 class Held(NamedTuple):
     """What lies in shared memory."""
 
-    x_smem: Ref  # [stages, height, TERMS]
+    x_smem: Ref  # [stages, HEIGHT, TERMS]
     w_smem: Ref  # [stages, halves * TILE, TERMS]
-    own: Ref  # [WINDOWS, WINDOW, height]: scales of tokens
+    own: Ref  # [WINDOWS, WINDOW, HEIGHT]: scales of tokens
     shared: Ref  # [WINDOWS, halves, LINE]: of weights
     full: Barrier
     free: Barrier
@@ -163,19 +164,18 @@ def padded(scale: Array) -> Array:
 
 
 def fit(
-    T: int, E: int, F: int, run: int, groups: int, size: int, c: TuningConfig, halves: int = 1
+    T: int, E: int, F: int, run: int, size: int, c: TuningConfig, halves: int = 1, gap: int = 1
 ) -> Tiles:
-    """Shares the work out. run: outputs that share a scale; size: bytes of a token that a tile
-    writes."""
-    height = groups * ROWS
-    tokens, outputs, steps = -(-T // height), F // TILE, E // (TERMS * c.parts)
+    """Shares the work out. F: outputs of a half; run: those that share a scale; size: bytes of a
+    token that a tile writes; gap: as `Tiles` has it."""
+    tokens, outputs, steps = -(-T // HEIGHT), F // TILE, E // (TERMS * c.parts)
     of_tokens = tokens % c.cluster == 0
     cluster = c.cluster if of_tokens or outputs % c.cluster == 0 else 1
-    left = SMEM_BYTES - height * size - WINDOWS * 4 * (WINDOW * height + halves * LINE)
-    stages = min(c.stages, left // ((height + halves * TILE) * TERMS), steps)
+    left = SMEM_BYTES - HEIGHT * size - WINDOWS * 4 * (WINDOW * HEIGHT + halves * LINE)
+    stages = min(c.stages, left // ((HEIGHT + halves * TILE) * TERMS), steps)
     s = Tiles(
-        groups, tokens, outputs, steps, run // TILE, stages, 0, 1, c.parts, cluster, of_tokens,
-        halves, c.width or (TILE if halves == 1 or OWN_REGISTERS else TILE // 2),
+        tokens, outputs, steps, run // TILE, stages, 0, 1, c.parts, cluster, of_tokens, halves, gap,
+        c.width or (TILE if halves == 1 or OWN_REGISTERS else TILE // 2),
     )  # fmt: skip
     return s._replace(
         clusters=min(s.items, c.num_ctas // cluster), together=min(c.together, s.wide[0])
@@ -186,12 +186,12 @@ def scratch(s: Tiles) -> dict[str, Any]:
     """Returns what a block has in shared memory, by the names of `Held`."""
     layout = mosaic.tiled(TERMS, 1)
     return dict(
-        x_smem=plgpu.SMEM((s.stages, s.height, TERMS), E4M3, transforms=layout),
+        x_smem=plgpu.SMEM((s.stages, HEIGHT, TERMS), E4M3, transforms=layout),
         w_smem=plgpu.SMEM((s.stages, s.halves * TILE, TERMS), E4M3, transforms=layout),
-        own=plgpu.SMEM((WINDOWS, WINDOW, s.height), jnp.float32),
+        own=plgpu.SMEM((WINDOWS, WINDOW, HEIGHT), jnp.float32),
         shared=plgpu.SMEM((WINDOWS, s.halves, LINE), jnp.float32),
         full=plgpu.Barrier(num_arrivals=1 + s.halves, num_barriers=s.stages),
-        free=copies.free_slots(s.stages, s.groups, s.cluster),
+        free=copies.free_slots(s.stages, GROUPS, s.cluster),
         told=plgpu.Barrier(num_arrivals=1 + s.halves, num_barriers=WINDOWS),
     )
 
@@ -199,7 +199,7 @@ def scratch(s: Tiles) -> dict[str, Any]:
 def grid(s: Tiles) -> dict[str, Any]:
     """Returns the blocks and threads of a kernel, as `plgpu.kernel` takes them."""
     cluster = dict(cluster=(s.cluster,), cluster_names=("peer",)) if s.cluster > 1 else {}
-    threads = dict(num_threads=s.groups + 1, thread_name="wg")
+    threads = dict(num_threads=GROUPS + 1, thread_name="wg")
     return dict(grid=(s.clusters,), grid_names=("team",)) | threads | cluster
 
 
@@ -218,17 +218,17 @@ def run(
         leave(wg, at, _sums(s, is_device, wg, at, turn, held))
         return _
 
-    @pl.when(wg < s.groups)
+    @pl.when(wg < GROUPS)
     def _() -> None:
         if is_device:  # an interpreter of kernels knows no registers, and no launches
-            plgpu.set_max_registers(REGISTERS[s.groups][0], action="increase")
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
         lax.fori_loop(0, rounds, compute, None)
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(wg == s.groups)
+    @pl.when(wg == GROUPS)
     def _() -> None:
         if is_device:
-            plgpu.set_max_registers(REGISTERS[s.groups][1], action="decrease")
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
         _fetch(s, is_device, rounds, item, x, x_scale, w, scale, held)
 
 
@@ -247,14 +247,13 @@ def _fetch(
     def weights(step: Index) -> None:
         at, n, slot = place(step)
         for half in range(s.halves):
-            first = (at.outputs + half * s.outputs) * TILE
-            source = w.at[pl.ds(first, TILE), pl.ds(n * TERMS, TERMS)]
+            source = w.at[pl.ds(s.place(at, half) * TILE, TILE), pl.ds(n * TERMS, TERMS)]
             target = held.w_smem.at[slot, pl.ds(half * TILE, TILE)]
             mosaic.copy_gmem_to_smem(source, target, held.full.at[slot], **of_weights)
 
     def tokens(step: Index) -> None:
         at, n, slot = place(step)
-        source = x.at[pl.ds(at.tokens * s.height, s.height), pl.ds(n * TERMS, TERMS)]
+        source = x.at[pl.ds(at.tokens * HEIGHT, HEIGHT), pl.ds(n * TERMS, TERMS)]
         mosaic.copy_gmem_to_smem(source, held.x_smem.at[slot], held.full.at[slot], **of_tokens)
 
     def scales(step: Index) -> None:
@@ -262,11 +261,11 @@ def _fetch(
 
         @pl.when(lax.rem(lax.rem(step, s.steps), WINDOW) == 0)
         def copy() -> None:
-            source = x_scale.at[pl.ds(n, WINDOW), pl.ds(at.tokens * s.height, s.height)]
+            source = x_scale.at[pl.ds(n, WINDOW), pl.ds(at.tokens * HEIGHT, HEIGHT)]
             mosaic.copy_gmem_to_smem(source, held.own.at[slot], held.told.at[slot])
             line = pl.ds(n - lax.rem(n, ALIGNED), LINE)
             for half in range(s.halves):
-                source = scale.at[lax.div(at.outputs + half * s.outputs, s.run), line]
+                source = scale.at[lax.div(s.place(at, half), s.run), line]
                 mosaic.copy_gmem_to_smem(source, held.shared.at[slot, half], held.told.at[slot])
 
     others = tokens, scales
