@@ -25,8 +25,9 @@ class ModelConfig(Protocol):
     A family may have more members, which others do without: `task` ("generate" where it is left
     out), `code` (functions besides the model's own that a cached program depends on),
     `first_position` (of a token, where that is not 0), `sparse` (of each layer, whether it has
-    experts), `concurrent_kernels` (whether a step's independent kernels may run at once; calls of
-    `ops.mlp`, `ops.experts` and attention must then depend on the call before). Configs that wrap
+    experts), `concurrent_kernels` (whether a step's independent kernels may run at once, None for
+    steps of few tokens alone; calls of `ops.mlp`, `ops.experts` and attention must then depend on
+    the call before). Configs that wrap
     a family's own, for devices, quantised weights, adapters or drafts, have theirs: see
     `parallel`, `quantization`, `mixtures.wrapped`, `speculators.drafter`.
     """

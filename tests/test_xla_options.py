@@ -21,7 +21,7 @@ from jaxrunner.sampling import RULES
 from jaxrunner.speculators.drafted import with_drafter
 from jaxrunner.speculators.eagle import eagle
 from jaxrunner.speculators.eagle import read as read_eagle
-from tests.support import tiny
+from tests.support import dense_families, tiny
 from tests.support.lowering import lowers
 
 MODE, BESIDE = "xla_gpu_command_buffer_scheduling_mode", {"CONCURRENT"}
@@ -54,6 +54,12 @@ def test_steps_with_shared_experts_or_states_do(preset):
     assert modes(branched, 8) == modes(branched, 64) == BESIDE
     assert modes(branched, 128) == {None}
     assert MODE not in dict(xla_options.of_step(branched, Bucket(64, 8)))  # of prompts
+
+
+def test_steps_whose_mlp_does_not_wait_for_attention_do_not():
+    model, config = read_model(Settings(dense_families.settings("command r")))
+    beside = replace(program("llama8b"), model=model, config=config)
+    assert modes(beside, 8) == modes(beside, 8, lora=True) == {None}
 
 
 def test_experts_alone_do_not():

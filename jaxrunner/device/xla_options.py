@@ -31,8 +31,9 @@ TIMED = (("xla_gpu_autotune_level", "2"),)
 # others, and what states are carried on by. Kernels that count
 # in a buffer (`grid_barrier`) write what XLA takes to be only read: those that share one must be
 # ordered by their results, as all attention and all MLPs of a step are, but for those of a draft
-# model. Of two that wait for all of their blocks neither may find room for them: a mixture asks for
-# an `mlp` that may run `beside_experts`. Kernels that wait for other devices keep one order.
+# model. Of two that wait for their blocks neither may find room for them: a mixture asks for an
+# `mlp` that may run `beside_experts`, and a layer whose MLP does not wait for its attention has
+# one order. Kernels that wait for other devices keep one order.
 FEW, SOME = 8, 64
 BESIDE = (("xla_gpu_command_buffer_scheduling_mode", "CONCURRENT"),)
 

@@ -53,6 +53,11 @@ class BlockConfig(DecoderConfig):
     names: Names = field(default_factory=Names, repr=False)
 
     @property
+    def concurrent_kernels(self) -> bool | None:
+        """Whether kernels of a step may run at once: not attention beside an MLP, as both wait."""
+        return False if self.parallel else None
+
+    @property
     def dims(self) -> dict[str, Any]:
         """Axis sizes and flags for `pytree`."""
         names = self.names
