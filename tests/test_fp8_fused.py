@@ -104,7 +104,7 @@ def test_other_gates_are_refused(x: Any, x_scale: Any, weight: Any, words: str):
 
 
 @lowers
-@pytest.mark.parametrize("config", [dict(parts=2), dict(halves=1)])
+@pytest.mark.parametrize("config", [dict(parts=2), dict(halves=1), dict(halves=3)])
 def test_gates_are_summed_whole_beside_what_they_gate(config: dict[str, int]):
     args = fp8_units(64, 256, 128).make(0)
     with pytest.raises(ValueError, match="fp8_gates wants parts=1 and halves=2, or 0, got parts="):

@@ -201,8 +201,11 @@ def test_tiles_at_once_are_those_that_end_first():
 @lowers
 def test_the_kernel_refuses_tiles_at_once_that_do_not_divide_its_outputs():
     x, scale = jnp.zeros((8, 256), FP8), jnp.ones((2, 8))
-    with pytest.raises(ValueError, match="fp8_blocks wants halves that divide 3 tiles, got 2"):
-        fp8_blocks(x, scale, x[:1].repeat(384, 0), jnp.ones((3, 2)), config=TuningConfig(halves=2))
+    for halves in 2, 3:
+        want = f"fp8_blocks wants halves=1, or 2 where they divide 3 tiles, or 0, got {halves}"
+        with pytest.raises(ValueError, match=want):
+            config = TuningConfig(halves=halves)
+            fp8_blocks(x, scale, x[:1].repeat(384, 0), jnp.ones((3, 2)), config=config)
 
 
 @pytest.mark.parametrize(("tokens", "terms", "outputs"), [(64, 14336, 4096), (256, 4096, 4096)])

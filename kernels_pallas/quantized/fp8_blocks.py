@@ -58,8 +58,9 @@ def fp8_blocks(
         raise ValueError(f"fp8_blocks wants parts that divide {E // TERMS} steps, got {c.parts}")
     size, tokens = jnp.dtype(dtype).itemsize, T // 2 if pairs else T
     halves = c.halves or num_halves(T, F, c)
-    if F % (halves * TILE):
-        raise ValueError(f"fp8_blocks wants halves that divide {F // TILE} tiles, got {halves}")
+    if halves not in (1, 2) or F % (halves * TILE):
+        want = f"halves=1, or 2 where they divide {F // TILE} tiles, or 0"
+        raise ValueError(f"fp8_blocks wants {want}, got {halves}")
     width = TILE // halves  # columns that are written at once: what they take, stages have not
     s = fp8_tiles.fit(T, E, F // halves, F // scale.shape[0], width * size, c, halves)
     return plgpu.kernel(

@@ -64,7 +64,7 @@ def fp8_gates(
     (T, E), F = x.shape, weight.shape[0] // 2
     if why := refuses(x, x_scale, weight, scale):
         raise ValueError(f"fp8_gates {why}")
-    if config.parts != 1 or config.halves == 1:
+    if config.parts != 1 or config.halves not in (0, 2):
         given = f"parts={config.parts} and halves={config.halves}"
         raise ValueError(f"fp8_gates wants parts=1 and halves=2, or 0, got {given}")
     s = fp8_tiles.fit(T, E, F, 2 * F // scale.shape[0], TILE + 4, config, 2, gap=F // TILE)
