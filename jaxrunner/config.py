@@ -27,9 +27,8 @@ class ModelConfig(Protocol):
     `first_position` (of a token, where that is not 0), `sparse` (of each layer, whether it has
     experts), `concurrent_kernels` (whether a step's independent kernels may run at once, None for
     steps of few tokens alone; calls of `ops.mlp`, `ops.experts` and attention must then depend on
-    the call before). Configs that wrap
-    a family's own, for devices, quantised weights, adapters or drafts, have theirs: see
-    `parallel`, `quantization`, `mixtures.wrapped`, `speculators.drafter`.
+    the call before). Configs that wrap a family's own, for devices, quantised weights, adapters or
+    drafts, have theirs: see `parallel`, `quantization`, `mixtures.wrapped`, `speculators.drafter`.
     """
 
     @property

@@ -28,12 +28,12 @@ TIMED = (("xla_gpu_autotune_level", "2"),)
 # A graph that is ordered by what its kernels read and write runs side by side what leaves most
 # multiprocessors idle: with few tokens first products of adapters beside base products, and small
 # kernels of requests and of attention's plan; with some a shared expert beside the choice of
-# others, and what states are carried on by. Kernels that count
-# in a buffer (`grid_barrier`) write what XLA takes to be only read: those that share one must be
-# ordered by their results, as all attention and all MLPs of a step are, but for those of a draft
-# model. Of two that wait for their blocks neither may find room for them: a mixture asks for an
-# `mlp` that may run `beside_experts`, and a layer whose MLP does not wait for its attention has
-# one order. Kernels that wait for other devices keep one order.
+# others, and what states are carried on by. Kernels that count in a buffer (`grid_barrier`) write
+# what XLA takes to be only read: those that share one must be ordered by their results, as all
+# attention and all MLPs of a step are, but for those of a draft model. Of two that wait for their
+# blocks neither may find room for them: a mixture asks for an `mlp` that may run `beside_experts`,
+# and models whose MLPs do not wait for attention keep one order, as do kernels that wait for other
+# devices.
 FEW, SOME = 8, 64
 BESIDE = (("xla_gpu_command_buffer_scheduling_mode", "CONCURRENT"),)
 

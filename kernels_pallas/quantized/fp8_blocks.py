@@ -108,13 +108,13 @@ def _kernel(
     out_smem: Ref, **smem: Any,
 ) -> None:  # fmt: skip
     def leave(wg: Array, at: Item, totals: list[Array]) -> None:
-        place, height = out_smem.at[wg], _height(pairs)
+        place = out_smem.at[wg]
+        height, width = place.shape
         target = out if s.parts == 1 else out.at[at.part]
         rows = pl.ds((at.tokens * GROUPS + wg) * height, height)
         for half, total in enumerate(totals):
             if pairs:
                 total = fp8_bands.fold(total, is_device=is_device)
-            width = place.shape[1]
             for first in range(0, TILE, width):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 place[...] = total[:, first : first + width].astype(out.dtype)

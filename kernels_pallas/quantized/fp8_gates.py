@@ -59,7 +59,7 @@ def fp8_gates(
     GPU. SwiGLU: arXiv:2002.05202.
 
     Raises:
-      ValueError: what `refuses` says, or sums in parts are asked for.
+      ValueError: what `refuses` says, or sums in parts, or one tile at once, are asked for.
     """
     (T, E), F = x.shape, weight.shape[0] // 2
     if why := refuses(x, x_scale, weight, scale):

@@ -4,8 +4,8 @@ Tensor cores sum 128 terms of fp8 up with some 14 bits; each of these sums is mu
 scale of its token and that of its block of weights, and added to others in float32. A block of the
 grid takes one tile after another, of 128 tokens and of 128 outputs, of twice as many, or of 128
 gates and what they gate: one warpgroup copies, two compute 64 tokens each, so that one multiplies
-while the other adds. The two blocks of a cluster have tiles beside each other and share
-the weights of both, or the tokens. Neighbours in time share weights or tokens in the L2 cache.
+while the other adds. The two blocks of a cluster have tiles beside each other and share the weights
+of both, or the tokens. Neighbours in time share weights or tokens in the L2 cache.
 DeepSeek-V3, arXiv:2412.19437.
 """
 

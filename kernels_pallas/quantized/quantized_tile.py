@@ -1,16 +1,16 @@
 """Products of dozens to hundreds of tokens with weights of 8 or 4 bits, on Hopper (Mosaic GPU).
 
 Weights are the tall operand: a block of the grid computes some of their rows for all tokens, so
-that each weight is read and widened once. One warpgroup copies weights and tokens into shared
-memory, step by step of the sum; the others widen 64 rows each in registers and multiply them with
-`wgmma`, by turns: while the tensor cores work for one of them, another widens. Where a warpgroup
-that copies alone cannot leave its registers to the others, these copy, while their products are
-made. Blocks of a cluster share what they read of the tokens, and may share the rows of a warpgroup,
-of which each then has half of the tokens. Scales are multiplied either with the widened weights,
-which rounds them to bfloat16 as plain JAX does, or with the sums of the terms that share one. A
-scale that all terms share is multiplied with their sum. Weights in fp8 are not widened where tokens
-come as pairs of fp8 numbers (`fp8_pairs`). Of a gated MLP a warpgroup has eight gates and
-the eight rows that they gate by turns, so that both meet in a thread, and units alone are written.
+that each weight is read and widened once. Warpgroups widen 64 rows each in registers and multiply
+them with `wgmma`, by turns: while the tensor cores work for one of them, another widens. While its
+products are made, a warpgroup copies weights and tokens of a later step of the sum into shared
+memory (`copies.Producer`): one that did nothing else would take registers of the others. Blocks of
+a cluster share what they read of the tokens, and may share the rows of a warpgroup, of which each
+then has half of the tokens. Scales are multiplied either with the widened weights, which rounds
+them to bfloat16 as plain JAX does, or with the sums of the terms that share one. A scale that all
+terms share is multiplied with their sum. Weights in fp8 are not widened where tokens come as pairs
+of fp8 numbers (`fp8_pairs`). Of a gated MLP a warpgroup has eight gates and the eight rows that
+they gate by turns, so that both meet in a thread, and units alone are written.
 Weights are on their way before the kernel that makes the tokens has ended, so it must not be that
 kernel which makes the weights.
 """
@@ -98,8 +98,7 @@ def quantized_tile(
             told=plgpu.Barrier(num_arrivals=max(s.writers, 1)),
             read=plgpu.Barrier(num_arrivals=c.groups),
         ),
-        grid=(s.clusters,), grid_names=("team",),
-        num_threads=s.consumers, thread_name="wg",
+        grid=(s.clusters,), grid_names=("team",), num_threads=s.consumers, thread_name="wg",
         cluster=(c.cluster,) if c.cluster > 1 else (),
         cluster_names=("peer",) if c.cluster > 1 else (),
         kernel_name="quantized_tile", compiler_params=COMPILER,
@@ -132,38 +131,35 @@ def _kernel(
     weights, tokens = _starts(s, item, x, w, w_smem, x_smem, full)
     producer = copies.Producer(s.stages, rounds * s.steps, free, weights, (tokens,))
 
-    def compute() -> None:
-        group, turn = lax.rem(wg, s.c.groups), lax.div(wg, s.c.groups)
-        refill = functools.partial(producer.refill, wg, s.consumers, turns=s.c.turns)
-        held = Held(scale, None, kept.at[wg], w_smem, x_smem, full, free, refill)
-
-        def one(r: Array, _: None) -> None:
-            at = item(r)
-            first = (at.first + group) * s.outputs
-            mine = Sum(group, turn, r * s.steps, at.part * s.steps, first)
-
-            def add_up(form: Form, held: Held, skip: Index = 0) -> None:
-                begin = at.chunk * s.T + skip
-                y = (paired if of_pairs else exact if s.c.exact else rounded)(form, held, mine)
-                for x_scale in of_pairs:
-                    y = y * _by_token(x_scale.at[pl.ds(begin, form.tokens)])
-                _finish(s, group, turn, r, at, first, begin, y, out, other, told, read)
-
-            if not s.c.shared:
-                add_up(s.form, held)
-                return _
-            half = s.T // 2
-            skip = pl.multiple_of(jnp.asarray(peer * half), 8)
-            some = held._replace(x=x_smem.at[:, :, pl.ds(skip, half)])
-            is_shared = group == (s.c.groups - 1) * (1 - peer)  # the last of one, the other's first
-            pl.when(is_shared)(lambda: add_up(s.form._replace(tokens=half), some, skip))
-            pl.when(jnp.logical_not(is_shared))(lambda: add_up(s.form, held))
-            return _
-
-        lax.fori_loop(0, rounds, one, None)
-
     pl.when(wg == 0)(lambda: producer.begin(s.weight_bytes))
-    compute()
+    group, turn = lax.rem(wg, s.c.groups), lax.div(wg, s.c.groups)
+    refill = functools.partial(producer.refill, wg, s.consumers, turns=s.c.turns)
+    held = Held(scale, None, kept.at[wg], w_smem, x_smem, full, free, refill)
+
+    def one(r: Array, _: None) -> None:
+        at = item(r)
+        first = (at.first + group) * s.outputs
+        mine = Sum(group, turn, r * s.steps, at.part * s.steps, first)
+
+        def add_up(form: Form, held: Held, skip: Index = 0) -> None:
+            begin = at.chunk * s.T + skip
+            y = (paired if of_pairs else exact if s.c.exact else rounded)(form, held, mine)
+            for x_scale in of_pairs:
+                y = y * _by_token(x_scale.at[pl.ds(begin, form.tokens)])
+            _finish(s, group, turn, r, at, first, begin, y, out, other, told, read)
+
+        if not s.c.shared:
+            add_up(s.form, held)
+            return _
+        half = s.T // 2
+        skip = pl.multiple_of(jnp.asarray(peer * half), 8)
+        some = held._replace(x=x_smem.at[:, :, pl.ds(skip, half)])
+        is_shared = group == (s.c.groups - 1) * (1 - peer)  # the last of one, the other's first
+        pl.when(is_shared)(lambda: add_up(s.form._replace(tokens=half), some, skip))
+        pl.when(jnp.logical_not(is_shared))(lambda: add_up(s.form, held))
+        return _
+
+    lax.fori_loop(0, rounds, one, None)
     producer.end(wg, s.consumers)
 
 
