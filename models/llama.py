@@ -8,7 +8,6 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrunner.caches.cache_group import layer_groups
@@ -24,6 +23,7 @@ from jaxrunner.models.sources import (
     packed_source,
     product_source,
 )
+from jaxrunner.ops.plain import no_residual
 from jaxrunner.ops.rounded_tokens import TokensForProducts, told_readers
 from jaxrunner.pytree import each, host_value, leaf, nested, pytree
 from jaxrunner.types import Array, Inputs
@@ -134,9 +134,9 @@ def layers(
     chosen = params.layers[first:last]
     # Each layer ends with the norm of the next one, which adds what the layer gives to x. One jit
     # is for all of them: equal layers are traced once.
-    norms, zeros = _norms(params, chosen, told=layer is None), jnp.zeros_like(x)
+    norms = _norms(params, chosen, told=layer is None)
     ends = norms[1:] if layer is None else [norm.weight for norm in norms[1:]]
-    x, h = ops.add_norm(x, zeros, norms[0].weight, eps, **norms[0].told)
+    x, h = ops.add_norm(x, no_residual(x), norms[0].weight, eps, **norms[0].told)
     for i, (w, end, cache) in enumerate(zip(chosen, ends, kv, strict=True), first):
         found[f"residual.{i}"] = x
         spec = AttentionSpec(groups[i], config.windows[i], config.head_dim**-0.5)
@@ -146,7 +146,7 @@ def layers(
     if last == num:
         found[f"residual.{num}"] = x
         if isinstance(h, TokensForProducts):  # nobody reads hidden states so
-            _, h = ops.add_norm(x, zeros, params.norm, eps)
+            _, h = ops.add_norm(x, no_residual(x), params.norm, eps)
     if unknown := sorted(set(extras) - set(found)):
         raise ValueError(f"extras {unknown} are none of these layers': take some of {[*found]}")
     return (h if last == num else x), tuple(caches), {name: found[name] for name in extras}

@@ -62,7 +62,7 @@ def test_units_are_those_of_both_products(sizes: tuple[int, ...], config: dict[s
 
 
 @lowers
-@pytest.mark.parametrize("sizes", [(8, 4096), (16, 2048, 3), (8, 5120, 1)])
+@pytest.mark.parametrize("sizes", [(8, 4096), (16, 2048, 3), (8, 5120, 1), (8, 2048, 0)])
 def test_norms_are_rounded_as_they_are_made(sizes: tuple[int, ...]):
     args = rounded_norms(*sizes).make(0)
     run = functools.partial(add_norm_fp8, eps=1e-5, interpret=interpreted())

@@ -62,7 +62,7 @@ IN_BANDS = functools.partial(add_norm_fp8, pairs=True)
 
 
 @lowers
-@pytest.mark.parametrize("parts", [0, 3])
+@pytest.mark.parametrize("parts", [None, 0, 3])
 @pytest.mark.parametrize("one_more", [False, True])
 @pytest.mark.parametrize(
     ("kernel", "norms", "size", "floats"),
@@ -72,7 +72,7 @@ IN_BANDS = functools.partial(add_norm_fp8, pairs=True)
     ],
 )
 def test_norms_come_as_pairs(
-    kernel: Any, norms: Any, size: tuple[int, int], floats: Any, one_more: bool, parts: int
+    kernel: Any, norms: Any, size: tuple[int, int], floats: Any, one_more: bool, parts: int | None
 ):
     args = norms(*size, parts).make(0)
     how: Any = dict(eps=1e-5, one_more=one_more)

@@ -119,7 +119,7 @@ def _plain(
         run_route = functools.partial(experts.route, batch, note=note, plain=True)
 
     def add_norm(*args: Any, readers: Sequence[Weights] = ()) -> tuple[Array, Array]:
-        return add_rms_norm(*args)
+        return _norm_of_parts(*args)
 
     def _only(operation: str, run: Callable[..., Any], *args: Any) -> Any:
         return run_first(operation, (Operation("plain JAX", run),), *args, note=note)

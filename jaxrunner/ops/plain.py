@@ -38,6 +38,11 @@ def summed(residual: Array, dtype: DTypeLike) -> Array:
     return whole.astype(dtype)
 
 
+def no_residual(x: Array) -> Array:
+    """Returns a residual of x, [T, E], in no parts, so that `add_norm` norms x alone."""
+    return jnp.zeros((0, *x.shape), x.dtype)
+
+
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """Root-mean-square norm over the last axis, computed in float32. arXiv:1910.07467."""
     x32 = x.astype(jnp.float32)

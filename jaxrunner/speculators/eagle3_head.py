@@ -16,7 +16,7 @@ from jaxrunner.model import AttentionSpec, Ops, RopeAndNorm, Source
 from jaxrunner.models.llama import layer_sources
 from jaxrunner.models.rope import rotation
 from jaxrunner.models.sources import linear_source
-from jaxrunner.ops.plain import rms_norm
+from jaxrunner.ops.plain import no_residual, rms_norm
 from jaxrunner.pytree import host_value, leaf, nested, pytree
 from jaxrunner.speculators.eagle3_config import Eagle3Config
 from jaxrunner.types import Array, Inputs
@@ -70,9 +70,9 @@ def layers(
     Returns the hidden states that `logits` takes, [T, E]; the next feature, [T, E]; the cache.
     """
     w, c = params, config.decoder
-    eps, zeros = c.rms_norm_eps, jnp.zeros_like(feature)
-    _, e = ops.add_norm(embeddings, zeros, w.embed_norm, eps)
-    x, h = ops.add_norm(feature, zeros, w.hidden_norm, eps)
+    eps = c.rms_norm_eps
+    _, e = ops.add_norm(embeddings, no_residual(embeddings), w.embed_norm, eps)
+    x, h = ops.add_norm(feature, no_residual(feature), w.hidden_norm, eps)
     if config.norm_before_residual:
         x = h
     heads = RopeAndNorm(*rotation(c.rope, inputs), w.q_norm, w.k_norm, eps)

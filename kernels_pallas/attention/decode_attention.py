@@ -34,7 +34,10 @@ from jaxrunner.kernels_pallas.attention.online_softmax import (
     LOG2_E,
     NOTHING,
     PER_ROW,
+    full,
     seen,
+    weigh,
+    wide,
     with_sink,
 )
 from jaxrunner.kernels_pallas.mosaic import Barrier, Index, Ref, Shaped
@@ -121,18 +124,17 @@ def decode_attention(
         jax.empty_ref(jax.ShapeDtypeStruct((num_items, K, part_rows, width), jnp.float32))
         for width in (D, 8)
     )
-    counters = jnp.zeros((B, K), jnp.int32)
-    sink = jnp.full((K, ROWS), NOTHING, jnp.float32)
     tile = query_rows.tile_of(query_len, G)
     if k_scale is not None and query_len > 1:
         tile = tile._replace(pitch=G)
+    sink = jax.empty_ref(jax.ShapeDtypeStruct((K, ROWS), jnp.float32))
     if sinks is not None:
         sinks = sinks.reshape(K, G).astype(jnp.float32) * LOG2_E
         sink = query_rows.of_heads(sinks, tile, NOTHING)
     heads, padded = query_rows.queries(q, K, tile)
     static = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None)
     static |= dict(query_len=query_len)
-    rest = blocks, jnp.stack(items, 1), sink, counters, out, part, weight
+    rest = blocks, decode_item.table(items, K), sink, out, part, weight
     assert not weighed or (query_len == 1 and k_scale is None)
     if k_scale is None:
         # Of two CTAs, so many as run at a time, each with a second item where there are more.
@@ -193,8 +195,11 @@ def _attend(
     config: TuningConfig, padded: int, *refs: Any, cluster: int, clusters: int, **static: Any
 ) -> None:
     """Attends an item; of clusters, a second one where there are more items than clusters."""
+    k_ref, _, blocks_ref, items_ref, *_, q_smem = refs[1:10]
+    if blocks_ref.shape[0] * k_ref.shape[1] >= config.num_ctas:
+        query_rows.clear(q_smem)  # so many rows bring the chip to its limit of power
     pdl.begin()
-    item, (blocks_ref, items_ref) = lax.axis_index("item"), refs[3:5]
+    item = lax.axis_index("item")
     attend = functools.partial(_attend_item, config, padded, *refs, cluster=cluster, **static)
     total = items_ref.shape[0] // cluster
     if clusters == total:
@@ -214,9 +219,9 @@ def _attend(
 
 def _attend_item(
     config: TuningConfig, padded: int, q_ref: Ref, k_ref: Ref, v_ref: Ref,
-    blocks_ref: Ref, items_ref: Ref, sink_ref: Ref, counter_ref: Ref, out_ref: Ref, part_ref: Ref,
-    weight_ref: Ref, q_smem: Ref, k_smem: Ref, v_smem: Ref, q_ready: Barrier, k_ready: Barrier,
-    v_ready: Barrier, flag: Ref, *boxes: Ref,
+    blocks_ref: Ref, items_ref: Ref, sink_ref: Ref, out_ref: Ref, part_ref: Ref, weight_ref: Ref,
+    q_smem: Ref, k_smem: Ref, v_smem: Ref, q_ready: Barrier, k_ready: Barrier, v_ready: Barrier,
+    flag: Ref, *boxes: Ref,
     item: Array, cluster: int, scale: float, window: int | None, soft_cap: float | None,
     sinks: bool, query_len: int, weighed: bool, tile: query_rows.Tile,
 ) -> None:  # fmt: skip
@@ -228,9 +233,6 @@ def _attend_item(
     own = decode_item.read(items_ref, item)
     row, first, last, num, length, first_block, head, parts = own
     reach = None if window is None else window + num - 1  # of all the row's tokens
-
-    def wide(x: Array, like: Array) -> Array:
-        return lax.broadcast_in_dim(x, like.shape, [0])
 
     def block_of(tile: Array, part: int = 0) -> Array:
         at = jnp.minimum((tile * C + part * S) // S, M - 1)
@@ -281,22 +283,23 @@ def _attend_item(
                 mosaic.wgmma(scores, q_smem, k_smem.at[stage].T)
                 return scores[...]
 
-            scores = pl.run_scoped(multiply, mosaic.ACC((ROWS, C), jnp.float32)) * scale
-            if soft_cap is not None:
-                scores = soft_cap * jnp.tanh(scores / soft_cap)
-            keys = wide(limit, scores) if query_len > 1 else limit
-            visible = seen(at * C, (ROWS, C), 1, keys, window)
-            scores = jnp.where(visible, scores * LOG2_E, NOTHING)
-            new_best = jnp.maximum(best, scores.max(axis=1))
-            p = jnp.exp2(scores - wide(new_best, scores))
-            kept = jnp.exp2(best - new_best)
-            total = total * kept + p.sum(axis=1)
-            acc = acc * wide(kept, acc)
+            scores = pl.run_scoped(multiply, mosaic.ACC((ROWS, C), jnp.float32))
+
+            def softmax() -> tuple[Array, ...]:
+                x = scores * scale
+                if soft_cap is not None:
+                    x = soft_cap * jnp.tanh(x / soft_cap)
+                keys = wide(limit, x) if query_len > 1 else limit
+                x = jnp.where(seen(at * C, (ROWS, C), 1, keys, window), x * LOG2_E, NOTHING)
+                return weigh(x, acc, best, total, v_smem.dtype)
+
+            others = full((ROWS, C), 0.0, dtype=v_smem.dtype), acc, best, total
+            p, acc, best, total = query_rows.of_heads_alone(tile, softmax, others)
             mosaic.barrier_wait(v_ready.at[stage])
             _silence(v_smem.at[stage], at, length, reach)
 
             def accumulate(acc: Ref) -> None:
-                mosaic.wgmma(acc, p.astype(v_smem.dtype), v_smem.at[stage])
+                mosaic.wgmma(acc, p, v_smem.at[stage])
 
             acc = pl.run_state(accumulate)(mosaic.ACC.init(acc))
 
@@ -304,14 +307,10 @@ def _attend_item(
             def _() -> None:
                 fetch(at + config.stages, stage, block)
 
-            return acc, new_best, total, next_block
+            return acc, best, total, next_block
 
-        start = (
-            plgpu.layout_cast(jnp.zeros((ROWS, D), jnp.float32), LAYOUT),
-            plgpu.layout_cast(jnp.full((ROWS,), NOTHING, jnp.float32), PER_ROW),
-            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW),
-            block_of(first + config.stages),
-        )
+        none = full((ROWS, D), 0.0), full((ROWS,), NOTHING, PER_ROW), full((ROWS,), 0.0, PER_ROW)
+        start = *none, block_of(first + config.stages)
         acc, best, total, _ = lax.fori_loop(first, last, tile_step, start)
         if sinks:
             sink = mosaic.load(sink_ref.at[h], layout=PER_ROW, optimized=False)
@@ -323,7 +322,8 @@ def _attend_item(
             behind = jnp.where(limit > 0, behind, jnp.zeros_like(behind))
         acc = acc * wide(behind, acc)
         mine = query_rows.of_row(out_ref, row, h, query_len)
-        counter, part = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
+        counter = decode_item.counter(items_ref, row, h)
+        part = (part_ref.at[item, h], weight_ref.at[item, h])
 
         def merge() -> None:
             split_kv_merge.finish(part_ref, weight_ref, h, head, parts, mine, counter, flag)

@@ -1,4 +1,7 @@
-"""The work item of a block of decode attention's grid: eight numbers, read in two loads."""
+"""The work item of a block of decode attention's grid: eight numbers, read in two loads.
+
+Counters of the parts of each row and KV head lie behind them, so that no kernel fills these.
+"""
 
 from typing import Any
 
@@ -17,8 +20,19 @@ VECTOR = 4  # numbers of a load of 16 bytes
 COUNT = len(Items._fields)
 
 
+def table(items: Items, num_heads: int) -> Array:
+    """Returns items as [I, 8 + K], padded to loads; the first B have counters of a row: zeros."""
+    counters = -(-num_heads // VECTOR) * VECTOR
+    return jnp.pad(jnp.stack(items, 1), ((0, 0), (0, counters)))
+
+
+def counter(ref: Ref, row: Array, head: Array) -> Ref:
+    """Returns the counter of a row's parts of a KV head, which must be left at zero."""
+    return ref.at[row, COUNT + head]
+
+
 def read(ref: Ref, item: Array) -> Items:
-    """Reads the numbers of one item of ref, [I, 8], which are the fields of `Items`."""
+    """Reads the numbers of one item of ref, [I, 8 + K], which are the fields of `Items`."""
     scalar = plgpu.Layout.WG_SPLAT(())
     out = [plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)] * COUNT
 

@@ -74,7 +74,7 @@ def scratch(k: Array, heads: int, stages: int, block_kv: int) -> list[Any]:
 def attend(
     block_kv: int, stages: int, padded: int, q_ref: Ref, k_ref: Ref, v_ref: Ref,
     k_scale_ref: Ref, v_scale_ref: Ref, blocks_ref: Ref, items_ref: Ref, sink_ref: Ref,
-    counter_ref: Ref, out_ref: Ref, part_ref: Ref, weight_ref: Ref, q_smem: Ref, k_smem: Ref,
+    out_ref: Ref, part_ref: Ref, weight_ref: Ref, q_smem: Ref, k_smem: Ref,
     v_smem: Ref, k_scale_smem: Ref, v_scale_smem: Ref, v_wide: Ref, p_smem: Ref, k_ready: Barrier,
     v_ready: Barrier, flag: Ref,
     *, scale: float, window: int | None, soft_cap: float | None, sinks: bool, query_len: int,
@@ -179,7 +179,8 @@ def attend(
         safe = jnp.maximum(total, 1e-30)
         acc = acc * of_head(behind / safe, D)
         mine = query_rows.of_row(out_ref, row, h, query_len)
-        counter, part = counter_ref.at[row, h], (part_ref.at[item, h], weight_ref.at[item, h])
+        counter = decode_item.counter(items_ref, row, h)
+        part = (part_ref.at[item, h], weight_ref.at[item, h])
 
         def merge() -> None:
             split_kv_merge.finish(part_ref, weight_ref, h, head, parts, mine, counter, flag)

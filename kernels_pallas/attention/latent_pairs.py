@@ -28,6 +28,7 @@ from jaxrunner.kernels_pallas.attention.online_softmax import (
     PER_ROW,
     full,
     rescale,
+    wide,
 )
 from jaxrunner.kernels_pallas.mosaic import Index, Ref
 from jaxrunner.kernels_pallas.stores import put, put_heads
@@ -155,7 +156,7 @@ def attend(s: Static, item: Item, wg: int, ring: Ring, out: Ref, parts: Parts) -
         Returns them, what they are relative to, and what is kept of older ones.
         """
         new_best = jnp.where(highest > best + RISE, highest, best)
-        weights = jnp.exp2(scores * unit - _wide(new_best, scores))
+        weights = jnp.exp2(scores * unit - wide(new_best, scores))
         weights, new_best = lax.optimization_barrier((weights, new_best))
         put(ring.rotated.at[wg], weights.astype(dtype))
         put(ring.best.at[wg], new_best)
@@ -170,7 +171,7 @@ def attend(s: Static, item: Item, wg: int, ring: Ring, out: Ref, parts: Parts) -
         mosaic.barrier_wait(ring.weighed.at[other])
         new_best = mosaic.load(ring.best.at[other], layout=PER_ROW, optimized=False)
         kept = jnp.exp2(best - new_best)
-        return rescale(acc, kept), new_best, total * _wide(kept, total)
+        return rescale(acc, kept), new_best, total * wide(kept, total)
 
     def add_other(carry: Carry) -> Carry:
         acc, best, total = wait_other(carry)
@@ -181,7 +182,7 @@ def attend(s: Static, item: Item, wg: int, ring: Ring, out: Ref, parts: Parts) -
         acc, best, total = carry
         weights, best, kept = weigh(*score(2 * i), best)
         acc = add(rescale(acc, kept), weights.astype(dtype), wg)
-        total = total * _wide(kept, total) + _sums(weights)
+        total = total * wide(kept, total) + _sums(weights)
         behind = jnp.where(2 * i + 1 < item.num, 1, 0)
         return lax.fori_loop(0, behind, lambda _, c: add_other(c), (acc, best, total))
 
@@ -195,7 +196,7 @@ def attend(s: Static, item: Item, wg: int, ring: Ring, out: Ref, parts: Parts) -
             multiply(acc_ref, ring.rotated.at[other], other)
             weights, new_best, kept = weigh(scores, highest, best)
             release(acc_ref, other)
-            new_total = total * _wide(kept, total) + _sums(weights)
+            new_total = total * wide(kept, total) + _sums(weights)
             results = weights.astype(dtype), new_best, kept, new_total
             for ref, result in zip(result_refs, results, strict=True):
                 ref[...] = result
@@ -227,7 +228,7 @@ def _leave(
     mosaic.barrier_wait(ring.summed.at[1 - wg])
     total += mosaic.load(ring.total.at[1 - wg], layout=PER_ROW, optimized=False)
     total = jnp.maximum(total, 1e-30)
-    acc = acc * _wide(1 / total, acc)
+    acc = acc * wide(1 / total, acc)
     heads = pl.ds(lax.axis_index("tile") * s.heads, s.heads)
     columns = pl.ds(wg * s.half, s.half)
 
@@ -292,7 +293,3 @@ def _silence(values: Ref, limit: Array) -> None:
 
     lax.fori_loop(0, values.shape[0] * num, each, None)
     plgpu.commit_smem()
-
-
-def _wide(x: Array, like: Array) -> Array:
-    return lax.broadcast_in_dim(x, like.shape, [0])

@@ -4,9 +4,11 @@ import functools
 import math
 from typing import Any
 
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 import numpy as np
@@ -21,9 +23,11 @@ LAYOUT = plgpu.Layout.WGMMA
 PER_ROW = LAYOUT.reduce(1)
 
 
-def full(shape: tuple[int, ...], value: float, layout: Layout = LAYOUT) -> Array:
-    """Returns an array of equal numbers, float32, for loops to carry."""
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+def full(
+    shape: tuple[int, ...], value: float, layout: Layout = LAYOUT, dtype: DTypeLike = jnp.float32
+) -> Array:
+    """Returns an array of equal numbers, for loops and branches to carry."""
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
 
 
 def seen(
@@ -35,6 +39,25 @@ def seen(
     """
     at = first + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=LAYOUT)
     return at < length if window is None else (at < length) & (at >= length - window)
+
+
+def weigh(
+    scores: Array, acc: Array, best: Array, total: Array, dtype: DTypeLike
+) -> tuple[Array, ...]:  # fmt: skip
+    """Weighs keys by their scores, [64, n], to be added to what older keys gave.
+
+    acc: [64, D], weighted values; best and total: [64], the largest score and the sum of weights.
+    Returns the weights in a dtype, acc, best and total; values are still to be added to acc.
+    """
+    new_best = jnp.maximum(best, scores.max(axis=1))
+    p = jnp.exp2(scores - wide(new_best, scores))
+    kept = jnp.exp2(best - new_best)
+    return p.astype(dtype), acc * wide(kept, acc), new_best, total * kept + p.sum(axis=1)
+
+
+def wide(x: Array, like: Array) -> Array:
+    """Returns numbers of rows, [64], as a matrix like another, [64, n]."""
+    return lax.broadcast_in_dim(x, like.shape, [0])
 
 
 def with_sink(sink: Array, once: Array, best: Array, total: Array) -> tuple[Array, Array, Array]:

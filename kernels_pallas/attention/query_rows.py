@@ -4,12 +4,14 @@ The tokens of a row of the batch are its last ones, and each sees one key more t
 A row may have fewer than its `query_len` places; tokens behind them see no key.
 """
 
+from collections.abc import Callable
 import math
 from typing import Any, NamedTuple
 
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxlib.mlir import ir
@@ -40,6 +42,12 @@ class Tile(NamedTuple):
     def lower_halves(self) -> bool:
         """Whether all heads are in the first eight of the 16 rows that a warp has."""
         return self.group <= 8 and self.pitch % 16 == 0
+
+    @property
+    def warps(self) -> list[bool]:
+        """Which of the four warps, of 16 rows each, have query heads."""
+        rows = {i * self.pitch + g for i in range(self.query_len) for g in range(self.group)}
+        return [any(row // 16 == warp for row in rows) for warp in range(4)]
 
     def place(self, row: ir.Value, *, flat: bool) -> tuple[list[ir.Value], ir.Value]:
         """Returns the token and head that a row is of, and whether there are such. In MLIR.
@@ -99,6 +107,37 @@ def sight(rows: int, pitch: int, layout: Layout, length: Array, num: Array) -> A
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=layout)
     token = lax.div(row, jnp.full_like(row, pitch))
     return jnp.where(token < num, length - (num - 1) + token, jnp.zeros_like(row))
+
+
+def clear(ref: Ref) -> None:
+    """Zeroes ref, [64, D]: products of zeros take less power than of what other kernels left."""
+    zeros = jnp.zeros(ref.shape, ref.dtype)
+    ref[...] = plgpu.layout_cast(zeros, _layout(ref.shape[1])[0])
+    plgpu.commit_smem()
+
+
+def of_heads_alone(
+    tile: Tile, run: Callable[[], tuple[Array, ...]], others: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """Returns what `run` does in warps whose rows are of query heads, `others` in other warps.
+
+    Of a head group of up to 16 three warps of four have none. `run` must not wait for other warps.
+    """
+    if all(tile.warps):
+        return run()
+    mask = sum(1 << warp for warp, has in enumerate(tile.warps) if has)
+
+    scalar = plgpu.Layout.WG_SPLAT(())
+    out = plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
+
+    @mosaic.inline_mgpu(arg_types=(), return_type=out)
+    def mine(_: Any) -> mgpu.FragmentedArray:
+        i32 = ir.IntegerType.get_signless(32)
+        warp = arith.andi(utils.warp_idx(), mgpu.c(3, i32))
+        bit = arith.andi(arith.shrui(mgpu.c(mask, i32), warp), mgpu.c(1, i32))
+        return mgpu.FragmentedArray.splat(bit, (), scalar.to_mgpu(), is_signed=True)
+
+    return lax.cond(mine() == 1, run, lambda: others)
 
 
 def load(ref: Ref, start: Array, rows: int, query_len: int, apart: int) -> Array:

@@ -16,7 +16,7 @@ from jaxrunner.kernels_pallas.quantized.fp8_tiles import TuningConfig
 from jaxrunner.types import Array
 
 
-def banded_norms(T: int, E: int, parts: int = 0) -> Case:
+def banded_norms(T: int, E: int, parts: int | None = None) -> Case:
     """Norms of tokens, [T, E], and of what is added to them first, as the sums of their pairs."""
 
     def run_it(*args: Array) -> tuple[Array, Array]:
@@ -87,7 +87,7 @@ def floats(rows: Array, scale: Array) -> Array:
 
 
 BANDS = (
-    banded_norms(8, 4096), banded_norms(16, 2048, 3),
+    banded_norms(8, 4096), banded_norms(16, 2048, 3), banded_norms(8, 4096, 0),
     banded_units(64, 512, 384), banded_units(72, 1024, 256, 256),
     banded_units(64, 512, 384, width=64),
     banded_products(64, 512, 384), banded_products(72, 1024, 512, 256),

@@ -53,19 +53,19 @@ from jaxrunner.types import Array
 
 
 def norms(
-    T: int, E: int, parts: int = 0, *, one_more: bool = False, end: bool = False,
+    T: int, E: int, parts: int | None = None, *, one_more: bool = False, end: bool = False,
     for_words: bool = False,
 ) -> Case:  # fmt: skip
-    """A residual addition and a norm of [T, E]; of `parts` to be summed, where there are any.
+    """A residual addition and a norm of [T, E]; of `parts` to be summed, if told, maybe none.
 
     end: the residual is normed first. for_words: the norm comes in the order of words.
     """
 
     def make(seed: int) -> tuple[Array, ...]:
         keys = jax.random.split(jax.random.key(seed), 4)
-        shapes = (T, E), (parts, T, E) if parts else (T, E), (E,), (E,)
+        shapes = (T, E), (T, E) if parts is None else (parts, T, E), (E,), (E,)
         x, residual, *weights = map(jax.random.normal, keys, shapes)
-        wide = jnp.float32 if parts else jnp.bfloat16
+        wide = jnp.bfloat16 if parts is None else jnp.float32
         weights = [weight.astype(jnp.bfloat16) for weight in weights[: 1 + end]]
         return x.astype(jnp.bfloat16), residual.astype(wide), *weights
 
@@ -75,9 +75,9 @@ def norms(
         total, norm = add_rms_norm(x, residual, weight, end=end, for_words=for_words, **options)
         return total, in_turn(norm) if for_words else norm
 
-    name = f"{T} x {E}" + f" in {parts} parts" * (parts > 0) + ", for words" * for_words
-    name += ", 1 + w" * one_more + ", normed before" * end
-    moved = T * E * (6 + (4 * parts or 2))
+    name = f"{T} x {E}" + ("" if parts is None else f" in {parts} parts")
+    name += ", for words" * for_words + ", 1 + w" * one_more + ", normed before" * end
+    moved = T * E * (6 + (2 if parts is None else 4 * parts))
     return Case("add_rms_norm", name, make, run, float(moved), "TB/s", options)
 
 
@@ -173,6 +173,7 @@ TESTS: tuple[Case, ...] = (
     norms(3, 3840, one_more=True), norms(5, 3840, parts=4, one_more=True, end=True),
     norms(70, 4096, end=True), norms(3, 64, parts=1, end=True),
     norms(64, 4096, parts=4, for_words=True), norms(3, 2048, end=True, for_words=True),
+    norms(70, 4096, parts=0),
     products(64, 512, 96), products(128, 4096, 6144), products(192, 1024, 14336),
     products(64, 1024, 48, activation="silu"), products(256, 1024, 14336, activation="gelu_tanh"),
     mlps(8, 1024, 3072), mlps(40, 2048, 8192), mlps(64, 4096, 14336), mlps(128, 1024, 3072),

@@ -27,7 +27,7 @@ def pairs(*shape: int) -> Case:
     return Case("fp8_pairs", like.name, like.make, run_it, like.amount, "TB/s", {})
 
 
-def paired_norms(T: int, E: int, parts: int = 0) -> Case:
+def paired_norms(T: int, E: int, parts: int | None = None) -> Case:
     """Norms of tokens, [T, E], and of what is added to them first, as the sums of their pairs."""
 
     def run_it(*args: Array) -> tuple[Array, Array]:
@@ -70,7 +70,7 @@ def sums(numbers: Array, scale: Array) -> Array:
 
 PAIRS = (
     pairs(8, 3072), pairs(3, 14336), pairs(16, 2, 1536),
-    paired_norms(8, 4096), paired_norms(5, 1024, 3),
+    paired_norms(8, 4096), paired_norms(5, 1024, 3), paired_norms(8, 4096, 0),
     paired_tiles(64, 1024, 512, 128, 128, groups=4),
     paired_tiles(64, 1024, 256, groups=1, turns=2, parts=2),
     paired_tiles(64, 2048, 768, 128, 128, groups=3, parts=4),

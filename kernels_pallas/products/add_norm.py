@@ -94,12 +94,12 @@ def add_rms_norm(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns x + residual, [T, E], and the RMSNorm of that sum, [T, E]. arXiv:1910.07467.
 
-    residual may be parts, [parts, T, E] in float32 or x's dtype, summed in float32. The sum is
-    rounded to the dtype of x before it is normed, in float32; the normed row is rounded before it
-    is multiplied by weight, [E], or with `one_more` multiplied by 1 + weight in float32. more: what
-    adapters add to the sum, in float32. end: [E], weight of an RMSNorm of the residual, rounded to
-    the dtype of x before and behind it; then its sum with x is. for_words: whether norms come in
-    the order of `widen_tile.in_order`.
+    residual may be parts, [parts, T, E] in float32 or x's dtype, summed in float32; of no parts x
+    alone is normed. The sum is rounded to the dtype of x before it is normed, in float32; the
+    normed row is rounded before it is multiplied by weight, [E], or with `one_more` multiplied by
+    1 + weight in float32. more: what adapters add to the sum, in float32. end: [E], weight of an
+    RMSNorm of the residual, rounded to the dtype of x before and behind it; then its sum with x is.
+    for_words: whether norms come in the order of `widen_tile.in_order`.
 
     Raises:
       ValueError: what `refuses` says, or `refuses_words`.
@@ -113,7 +113,7 @@ def add_rms_norm(
     body = partial(_kernel, **how)
     run = kernel(body, T, cut, x.dtype, 1 if end is None else 2, name="add_rms_norm")
     total, out = run(
-        x.reshape(T, *cut), residual.reshape(-1, T, *cut), weight.reshape(cut),
+        x.reshape(T, *cut), in_parts(residual, cut), weight.reshape(cut),
         *(() if end is None else (end.reshape(cut),)),
         *(() if more is None else (more.low, more.b.reshape(*more.b.shape[:2], *cut), more.place)),
     )  # fmt: skip
@@ -132,6 +132,12 @@ def cut_rows(E: int, width: int = TuningConfig.width) -> tuple[int, int, int]:
     groups = groups_of(E, width)
     warps, _ = cut_of(E // groups)
     return groups, warps, E // (groups * warps)
+
+
+def in_parts(residual: Array, cut: tuple[int, int, int]) -> Array:
+    """Returns a residual, [T, E] or parts of it, as parts of rows that are `cut`."""
+    parts = residual[None] if residual.ndim == 2 else residual
+    return parts.reshape(*parts.shape[:2], *cut)
 
 
 def kernel(

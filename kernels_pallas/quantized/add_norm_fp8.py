@@ -76,7 +76,7 @@ def add_norm_fp8(
         kernel_name="add_norm_bands" if pairs else "add_norm_fp8",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, **pdl.spread(T)),
         interpret=interpret,
-    )(x.reshape(T, *cut), residual.reshape(-1, T, *cut), weight.reshape(cut))  # fmt: skip
+    )(x.reshape(T, *cut), add_norm.in_parts(residual, cut), weight.reshape(cut))  # fmt: skip
     return total.reshape(T, E), numbers.reshape(lines, E), scale.reshape(E // TERMS, lines)
 
 

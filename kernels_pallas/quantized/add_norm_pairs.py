@@ -54,7 +54,7 @@ def add_norm_pairs(
         kernel_name="add_norm_pairs",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, **pdl.spread(T)),
         interpret=interpret,
-    )(x.reshape(T, *cut), residual.reshape(-1, T, *cut), weight.reshape(cut))  # fmt: skip
+    )(x.reshape(T, *cut), add_norm.in_parts(residual, cut), weight.reshape(cut))  # fmt: skip
     return total.reshape(T, E), numbers.reshape(2, T, E), scale
 
 
