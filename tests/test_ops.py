@@ -86,6 +86,9 @@ def test_small_kernels_refuse_in_words():
     parts = jnp.ones((3, 2, 64), jnp.float16)
     assert "must be float32 or bfloat16" in str(add_norm.refuses(rows, parts, rows[0]))
     assert "must be bfloat16" in str(add_norm.refuses(rows, rows.astype(jnp.float32), rows[0]))
+    ended = rows, parts[:0].astype(jnp.bfloat16), rows[0]
+    assert add_norm.refuses(*ended) is None
+    assert "in parts where it is normed" in str(add_norm.refuses(*ended, end=rows[0]))
     with pytest.raises(ValueError, match="logits are float16: float32 or bfloat16 is wanted"):
         sampler.sample_tokens(jnp.ones((2, 64), jnp.float16), *[jnp.ones(2)] * 7)
     qkv, turn, cache = jnp.ones((2, 2, 6, 16)), jnp.ones((2, 1, 8)), jnp.ones((3, 2, 8, 16))

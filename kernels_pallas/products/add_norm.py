@@ -67,6 +67,8 @@ def refuses(
         return f"end must be {x.dtype} [{E}], got {end.dtype} {list(end.shape)}"
     if T < 1:
         return "at least 1 row is needed, got 0"
+    if end is not None and not residual.shape[0]:
+        return "residual must be in parts where it is normed, got none"
     if E % 64 or not 64 <= E <= MAX_LEN:
         return f"rows must be a multiple of 64 long, at most {MAX_LEN}, got {E}"
     if config.width > MAX_WIDTH:
