@@ -152,10 +152,11 @@ class Ops:
         taken together with those of other devices.
     add_norm: (x, residual, weight, eps, one_more=False, end=None, *, readers=()) -> (x + residual,
         its RMSNorm), [T, E] each. The residual is [T, E], or parts of it, [parts, T, E] in float32
-        or their dtype. With `one_more` norms are by 1 + weight, in float32. end: [E], weight of an
-        RMSNorm of the residual before it is added; callers leave it out where there is none.
-        readers: weights whose products, by `linear`, `project_qkv` or as `gate_up` of `mlp`, are
-        all that reads the norm, which may then be `TokensForProducts`; see `told_readers`.
+        or their dtype, none before the first layer. With `one_more` norms are by 1 + weight, in
+        float32. end: [E], weight of an RMSNorm of the residual before it is added; callers leave it
+        out where there is none. readers: weights whose products, by `linear`, `project_qkv` or as
+        `gate_up` of `mlp`, are all that reads the norm, which may then be `TokensForProducts`; see
+        `told_readers`.
     batch: the step that they are of: each token's row and slot, each row's tokens and blocks; None
         for a trainer's.
     adapters: kernels of products with adapters.
