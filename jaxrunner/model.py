@@ -152,7 +152,7 @@ class Ops:
         taken together with those of other devices.
     add_norm: (x, residual, weight, eps, one_more=False, end=None, *, readers=()) -> (x + residual,
         its RMSNorm), [T, E] each. The residual is [T, E], or parts of it, [parts, T, E] in float32
-        or their dtype, none before the first layer. With `one_more` norms are by 1 + weight, in
+        or their dtype, of which there may be none. With `one_more` norms are by 1 + weight, in
         float32. end: [E], weight of an RMSNorm of the residual before it is added; callers leave it
         out where there is none. readers: weights whose products, by `linear`, `project_qkv` or as
         `gate_up` of `mlp`, are all that reads the norm, which may then be `TokensForProducts`; see

@@ -126,7 +126,6 @@ def of_heads_alone(
     if all(tile.warps):
         return run()
     mask = sum(1 << warp for warp, has in enumerate(tile.warps) if has)
-
     scalar = plgpu.Layout.WG_SPLAT(())
     out = plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
 
