@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrunner.kernels_pallas.lora import lora_expand, lora_shrink
+from jaxrunner.kernels_pallas.lora import lora_expand, lora_shrink, prefill_units
 from jaxrunner.kernels_pallas.products import add_norm
-from jaxrunner.lora.adapted_linear import Stack, delta
+from jaxrunner.lora.adapted_linear import Stack, delta, own_ranks
 from jaxrunner.ops.adapters import low_rank
 from jaxrunner.ops.adapters.adapted_parts import AdaptedParts
 from tests.support import oracles
@@ -70,6 +70,52 @@ def test_what_the_first_product_gives_is_checked():
         jax.eval_shape(lora_expand.lora_units, Y, LOW, B, PLACE)
 
 
+UNITS, GATES, PLACES = shape(128, 2, 256), shape(2, 3, 16, 256), shape(128, dtype="int32")
+RANKS = shape(128, 32)
+
+
+@pytest.mark.parametrize(
+    ("y", "b", "place", "words"),
+    [
+        (UNITS, shape(2, 3, 16, 256, dtype="float32"), PLACES, "bfloat16 or float16, got float32"),
+        (shape(128, 2, 128), GATES, PLACES, "wants a gate and an up projection, got (128, 2, 128)"),
+        (shape(96, 2, 256), GATES, shape(96, dtype="int32"), "tokens in blocks of 64, got 96"),
+        (UNITS, GATES, shape(128), "places of 128 tokens in int32, got (128,) in bfloat16"),
+        (UNITS, shape(2, 3, 8, 256), PLACES, "multiples of 16, at most 64, got 8"),
+        (UNITS, shape(2, 3, 128, 256), PLACES, "multiples of 16, at most 64, got 128"),
+        (shape(128, 2, 96), shape(2, 3, 16, 96), PLACES, "units in tiles of 64, got 96"),
+        (UNITS, shape(2, 64, 16, 256), PLACES, "that shared memory holds, got 1024"),
+    ],
+)
+@lowers
+def test_units_of_prompts_are_refused_in_words(y, b, place, words):
+    assert words in prefill_units.refuses(y, b, place)
+    with pytest.raises(ValueError, match="prefill_units wants"):
+        jax.eval_shape(prefill_units.prefill_units, y, RANKS, b, place)
+
+
+@lowers
+@pytest.mark.parametrize("low", [shape(128, 16), shape(128, 32, dtype="float32")])
+def test_ranks_of_prompts_are_checked(low):
+    with pytest.raises(ValueError, match=r"wants ranks, \[128, 32\], in bfloat16, got"):
+        jax.eval_shape(prefill_units.prefill_units, UNITS, low, GATES, PLACES)
+
+
+@pytest.mark.parametrize(
+    ("T", "places", "activation", "words"),
+    [
+        (1024, 8, "gelu_tanh", "gates of silu, got gelu_tanh"),
+        (960, 8, "silu", "at least 1024 tokens, got 960"),
+        (1024, 33, "silu", "at most 512 ranks of all places, got 528"),
+    ],
+)
+def test_units_of_prompts_leave_what_they_are_not_ahead_of(T, places, activation, words):
+    _, (_, _, refuses) = low_rank.KERNELS.units
+    stack = Stack(shape(2, places, 16, 512), shape(2, places, 16, 256))
+    place = shape(T, dtype="int32")
+    assert words in refuses(shape(T, 2, 256), shape(T, 512), stack, place, activation)
+
+
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_plain_jax_equals_the_oracles_of_kernels(blocks):
     rng = np.random.default_rng(blocks)
@@ -82,18 +128,20 @@ def test_plain_jax_equals_the_oracles_of_kernels(blocks):
     want = oracles.lora_expand(jnp.zeros((5, 10 * blocks)), low, b, place)
     got = delta(x, Stack(a, b), place, jnp.float32)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    ranks = own_ranks(x, Stack(a, b), place)
+    np.testing.assert_allclose(ranks, low[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T", [8, 64])
+@pytest.mark.parametrize("T", [8, 64, 1024])
 def test_bits_of_a_token_depend_on_its_own_adapter_alone(T):
     rng = np.random.default_rng(T)
     shapes = (T, 2048), (2, 8, 16, 2048), (2, 8, 16, 256), (T, 2, 256)
     x, a, b, y = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in shapes)
-    ((_, units, refuses),) = low_rank.KERNELS.units
+    _, units, refuses = low_rank.KERNELS.units[T > 64]
     place = rng.integers(0, 9, T).astype(np.int32)
-    assert refuses(y, x, Stack(a, b), place) is None
-    run = jax.jit(functools.partial(units, y, x, Stack(a, b)))
+    assert refuses(y, x, Stack(a, b), place, "silu") is None
+    run = jax.jit(lambda place: units(y, x, Stack(a, b), place, "silu"))
     other = np.where(np.arange(T) == 3, place, rng.integers(0, 9, T)).astype(np.int32)
     np.testing.assert_array_equal(run(place)[3], run(other)[3])
 

@@ -107,7 +107,8 @@ def test_base_products_stay_with_their_kernels():
     kernels of what the adapters add."""
     sizes = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, head_dim=128)
     config = tiny.config(**sizes, num_key_value_heads=8)
-    engine = tiny.engine_config(block_size=64, dtype="bfloat16", kv_dtype="bfloat16", **SIZES)
+    given: dict[str, Any] = dict(SIZES, block_size=64, max_lora_rank=16)
+    engine = tiny.engine_config(dtype="bfloat16", kv_dtype="bfloat16", **given)
     params = pytree.abstract(llama.params, config.dims | dict(param=jnp.dtype("bfloat16")))
     model = llama._replace(tables=(ADAPTERS,))
     program = Program(
@@ -132,6 +133,7 @@ def test_base_products_stay_with_their_kernels():
         "units": "lora_shrink, lora_units",
     }
     assert adapters == without | own
+    assert told(Bucket(1024, 8, lora=True))["units"] == "prefill_units"
     few = told(Bucket(8, 8, 1, lora=True))
     for name in ("linear with adapters", "project with adapters"):
         assert few[name] == "lora_shrink, lora_expand of parts"

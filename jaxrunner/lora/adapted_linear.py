@@ -71,15 +71,28 @@ def _masked(x: Array, stack: Stack, place: Array, dtype: Any) -> Array:
     """Computes `delta` of x, [T, I], by two products with the ranks of all adapters one behind the
     other: between them, those of other adapters become zero."""
     T, (blocks, places, rank) = len(x), stack.a.shape[:3]
-    a = stack.a.reshape(blocks * places * rank, -1)
-    low = _dot(x, a, (((1,), (1,)), ((), ())), jnp.float32).reshape(T, blocks, places, rank)
-    own = place[:, None] == 1 + jnp.arange(places)[None]
-    low = jnp.where(own[:, None, :, None], low, 0).astype(x.dtype)
-    low = low.reshape(T, blocks, places * rank)
+    low = _own(x, stack, place).astype(x.dtype).reshape(T, blocks, places * rank)
     b = stack.b.reshape(blocks, places * rank, -1)
     if blocks == 1:
         return _dot(low[:, 0], b[0], (((1,), (0,)), ((), ())), dtype)
     return jnp.moveaxis(_dot(low, b, (((2,), (1,)), ((1,), (0,))), dtype), 0, 1).reshape(T, -1)
+
+
+def own_ranks(x: Array, stack: Stack, place: Array) -> Array:
+    """Returns a x of each token's own adapter, [T, blocks * rank] in the dtype of x, [T, I].
+
+    Those of a token without adapter are zeros.
+    """
+    return _own(x, stack, place).sum(2).astype(x.dtype).reshape(len(x), -1)
+
+
+def _own(x: Array, stack: Stack, place: Array) -> Array:
+    """Returns a x, [T, blocks, places, rank] in float32: zeros but of a token's own adapter."""
+    T, (blocks, places, rank) = len(x), stack.a.shape[:3]
+    a = stack.a.reshape(blocks * places * rank, -1)
+    low = _dot(x, a, (((1,), (1,)), ((), ())), jnp.float32).reshape(T, blocks, places, rank)
+    own = place[:, None] == 1 + jnp.arange(places)[None]
+    return jnp.where(own[:, None, :, None], low, 0)
 
 
 def _grouped(x: Array, stack: Stack, place: Array, dtype: Any) -> Array:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxrunner.kernels_pallas.cases.case import Case
 from jaxrunner.kernels_pallas.lora.lora_expand import lora_expand, lora_units
 from jaxrunner.kernels_pallas.lora.lora_shrink import lora_shrink
+from jaxrunner.kernels_pallas.lora.prefill_units import prefill_units
 from jaxrunner.kernels_pallas.products.add_norm import LowRank, add_rms_norm
 from jaxrunner.types import Array
 
@@ -66,6 +67,22 @@ def units(T: int, width: int, places: int, rank: int) -> Case:
     return Case("lora_units", name, make, lora_units, moved, "TB/s", {})
 
 
+def prompts(T: int, width: int, places: int, rank: int, *, mixed: bool = False) -> Case:
+    """The units of a gate and an up projection of prompts, which have an adapter each.
+
+    mixed: whether each token has an adapter of its own instead.
+    """
+
+    def make(seed: int) -> tuple[Array, ...]:
+        y, low, b, place = units(T, width, places, rank).make(seed)
+        place = place if mixed else jnp.sort(place)
+        low = jnp.where(place[:, None] > 0, jnp.nan_to_num(low[0]), 0)
+        return y, low.astype(jnp.bfloat16), b, place
+
+    name = f"{T} x {width}, {places} x {rank}" + ", mixed" * mixed
+    return Case("prefill_units", name, make, prefill_units, 6.0 * T * width, "TB/s", {})
+
+
 def norms(T: int, E: int, places: int, rank: int, parts: int) -> Case:
     """A residual addition and a norm of [T, E], of `parts` and what adapters add."""
 
@@ -111,5 +128,7 @@ LORA: tuple[Case, ...] = (
     expands(64, 6144, 1, 8, 48), expands(128, 256, 1, 1, 64),
     expands(8, 6144, 1, 8, 48, parts=4, whole=True), expands(16, 128, 2, 2, 16, whole=True),
     units(1, 14336, 8, 16), units(16, 256, 2, 8), units(64, 14336, 8, 16),
+    prompts(512, 1024, 8, 32), prompts(640, 192, 1, 16), prompts(128, 256, 5, 32, mixed=True),
+    prompts(4096, 128, 8, 64), prompts(64, 64, 3, 64, mixed=True),
     norms(1, 4096, 8, 16, parts=8), norms(70, 1024, 3, 8, parts=2),
 )  # fmt: skip

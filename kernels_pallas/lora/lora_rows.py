@@ -16,7 +16,7 @@ from jaxlib.mlir.dialects import arith, memref, vector
 import numpy as np
 
 from jaxrunner.kernels_pallas import mosaic
-from jaxrunner.kernels_pallas.mosaic import Ref, Shaped
+from jaxrunner.kernels_pallas.mosaic import Index, Ref, Shaped
 from jaxrunner.types import Array
 
 ROWS = 64  # tokens of a warpgroup: the height of a Hopper matrix product
@@ -89,7 +89,7 @@ def side_by_side(arrays: Sequence[Array]) -> Array:
     return join(*arrays)
 
 
-def own(place: Array, of: int, x: Array) -> Array:
+def own(place: Array, of: Index, x: Array) -> Array:
     """Returns x, [64, n], with zeros in rows that are of another adapter, `of` plus one."""
     return jnp.where(place == of, x, jnp.zeros_like(x))
 

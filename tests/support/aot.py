@@ -55,7 +55,8 @@ KERNELS = (
     "quantized_mlp", "fp8_blocks", "fp8_gates", "add_norm_fp8", "fp8_pairs", "add_norm_pairs",
     "fp8_blocks_of_pairs", "fp8_gates_of_pairs", "add_norm_bands",
     "latent_decode", "sample_tokens",
-    "lora_shrink", "lora_expand", "lora_units", "add_norm_adapted", "state_step", "state_chunks",
+    "lora_shrink", "lora_expand", "lora_units", "prefill_units", "add_norm_adapted",
+    "state_step", "state_chunks",
 )  # fmt: skip
 # Whose tiles have more of what registers hold than those of the first cases.
 LARGE = (

@@ -213,6 +213,10 @@ def lora_units(y, low, b, place):
     return gate / (1 + np.exp(-gate)) * up
 
 
+def prefill_units(y, low, b, place):
+    return lora_units(y, low[None], b, place)
+
+
 def rope_write(qkv, cos, sin, k, v, at, q_norm=None, k_norm=None, *, eps, one_more=False,
                dtype=None):  # fmt: skip
     heads, cos, sin = wide(qkv), wide(cos), wide(sin)

@@ -96,7 +96,8 @@ def _per_head(ops: Ops, places: Any, axes: str, x: Array, w: Any, part: slice) -
 def _added(y: Array, x: Array, stack: Stack, place: Array) -> Array:
     """Returns y, [T, N] or parts of it, with what adapters add.
 
-    XLA's GEMM of the second product adds to y, and rounds once; else that product is rounded first.
+    Of many tokens XLA has one GEMM add to what the other gives, the base product's, where it is
+    XLA's, to that of adapters: no sum is a pass of its own.
     """
     if y.ndim == 3:
         return y.at[0].set(_added(y[0], x, stack, place))

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 
-from jaxrunner.kernels_pallas.lora import lora_expand, lora_shrink
+from jaxrunner.kernels_pallas.lora import lora_expand, lora_shrink, prefill_units
 from jaxrunner.kernels_pallas.mosaic import Shaped
 from jaxrunner.kernels_pallas.products import add_norm
-from jaxrunner.lora.adapted_linear import AdaptedLinear, Stack
+from jaxrunner.lora.adapted_linear import MOST_RANKS, AdaptedLinear, Stack, own_ranks
 from jaxrunner.model import AdapterOps
 from jaxrunner.operation import Operation
 from jaxrunner.ops import products
@@ -17,6 +17,7 @@ from jaxrunner.ops.plain import multiply_parts
 from jaxrunner.types import Array
 
 FEW = 64  # tokens, at most, of which these kernels are ahead of XLA's products
+MANY = 1024  # tokens, at least, of which `prefill_units` is ahead of XLA's product and SwiGLU
 # Tokens, at most, of which `lora_expand` sums up parts of a base product sooner than the norm does.
 FEWEST = 8
 
@@ -63,6 +64,21 @@ def _refuses_units(y: Array, x: Array, stack: Stack, place: Array, activation: s
     if activation != "silu":
         return f"wants gates of silu, got {activation}"
     return _refuses(x, stack, place) or lora_expand.refuses_units(y, _shape(stack.b), place)
+
+
+def _units_of_many(y: Array, x: Array, stack: Stack, place: Array, activation: str) -> Array:
+    low = own_ranks(x, stack, place)
+    return prefill_units.prefill_units(y, low, _matrices(stack.b), place)
+
+
+def _refuses_many(y: Array, x: Array, stack: Stack, place: Array, activation: str) -> str | None:
+    if activation != "silu":
+        return f"wants gates of silu, got {activation}"
+    if x.shape[0] < MANY:
+        return f"is ahead for at least {MANY} tokens, got {x.shape[0]}"
+    if (ranks := math.prod(stack.a.shape[1:3])) > MOST_RANKS:
+        return f"is ahead for at most {MOST_RANKS} ranks of all places, got {ranks}"
+    return prefill_units.refuses(y, _shape(stack.b), place)
 
 
 def _summed(x: Array, w: AdaptedLinear, place: Array) -> Array:
@@ -115,5 +131,8 @@ KERNELS = AdapterOps(
         Operation("lora_shrink, add_rms_norm", _late, _refuses_late),
         _ADDED,
     ),
-    units=(Operation("lora_shrink, lora_units", _units, _refuses_units),),
+    units=(
+        Operation("lora_shrink, lora_units", _units, _refuses_units),
+        Operation("prefill_units", _units_of_many, _refuses_many),
+    ),
 )
