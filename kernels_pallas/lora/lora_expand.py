@@ -21,6 +21,7 @@ from jaxrunner.kernels_pallas import mosaic
 from jaxrunner.kernels_pallas.lora.lora_rows import (
     ROWS,
     own,
+    refuses_gates,
     refuses_tokens,
     side_by_side,
     take_places,
@@ -87,9 +88,7 @@ def refuses_units(
     y: Shaped, b: Shaped, place: Shaped, config: TuningConfig = TuningConfig()
 ) -> str | None:
     """Says why these are not served, as `refuses` does; y: [T, 2, F]."""
-    if y.shape[1:] != (b.shape[0], b.shape[-1]) or b.shape[0] != 2 or y.dtype != b.dtype:
-        return f"wants a gate and an up projection, got {y.shape} in {y.dtype} and {b.shape}"
-    return _refuses(y.shape[0], b, place, config)
+    return refuses_gates(y, b) or _refuses(y.shape[0], b, place, config)
 
 
 def _refuses(T: int, b: Shaped, place: Shaped, config: TuningConfig) -> str | None:

@@ -28,8 +28,20 @@ def refuses_tokens(T: int, place: Shaped) -> str | None:
     """Says why T tokens and the places of their adapters, [T], are not served, or None."""
     if T != 1 and (T % 8 or T > ROWS) and (T % ROWS or T > MAX_ROWS):
         return f"wants 1, 8, 16, ... 64 or 128, 192, 256 tokens, got {T}"
+    return refuses_places(T, place)
+
+
+def refuses_places(T: int, place: Shaped) -> str | None:
+    """Says why the places of T tokens' adapters, [T], are not served, or None."""
     if place.shape != (T,) or place.dtype != jnp.int32:
         return f"wants the places of {T} tokens in int32, got {place.shape} in {place.dtype}"
+    return None
+
+
+def refuses_gates(y: Shaped, b: Shaped) -> str | None:
+    """Says why y, [T, 2, F], and b, [2, places, rank, F], are no gates and units, or None."""
+    if y.shape[1:] != (b.shape[0], b.shape[-1]) or b.shape[0] != 2 or y.dtype != b.dtype:
+        return f"wants a gate and an up projection, got {y.shape} in {y.dtype} and {b.shape}"
     return None
 
 

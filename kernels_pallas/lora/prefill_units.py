@@ -20,7 +20,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxrunner.kernels_pallas import mosaic
-from jaxrunner.kernels_pallas.lora.lora_rows import LAYOUT, ROWS, own, take_places, take_rows
+from jaxrunner.kernels_pallas.lora.lora_rows import (
+    LAYOUT,
+    ROWS,
+    own,
+    refuses_gates,
+    refuses_places,
+    take_places,
+    take_rows,
+)
 from jaxrunner.kernels_pallas.mosaic import TOO_OLD, Barrier, Index, Ref, Shaped
 from jaxrunner.kernels_pallas.products.gated_mlp import SMEM_BYTES
 from jaxrunner.kernels_pallas.products.matmul import COMPILER, gated
@@ -42,8 +50,9 @@ class TuningConfig:
     def fit(self, places: int, rank: int) -> "TuningConfig":
         """Returns the sizes for adapters of a rank, with 0 groups where they do not fit."""
         left = SMEM_BYTES - 4 * places * rank * TILE
-        groups = max(0, left) // (4 * ROWS * TILE * self.stages), 4 if rank <= 32 else 3
-        return TuningConfig(min(self.groups, *groups), self.stages, self.turns)
+        room = max(0, left) // (4 * ROWS * TILE * self.stages)
+        most = 4 if rank <= 32 else 3  # warpgroups whose registers hold the ranks
+        return TuningConfig(min(self.groups, room, most), self.stages, self.turns)
 
 
 class _Static(NamedTuple):
@@ -66,12 +75,10 @@ def refuses(
         return TOO_OLD
     if b.dtype not in (jnp.bfloat16, jnp.float16):
         return f"wants adapters in bfloat16 or float16, got {b.dtype}"
-    if y.shape[1:] != (b.shape[0], F) or b.shape[0] != 2 or y.dtype != b.dtype:
-        return f"wants a gate and an up projection, got {y.shape} in {y.dtype} and {b.shape}"
     if T % ROWS:
         return f"wants tokens in blocks of {ROWS}, got {T}"
-    if place.shape != (T,) or place.dtype != jnp.int32:
-        return f"wants the places of {T} tokens in int32, got {place.shape} in {place.dtype}"
+    if reason := refuses_gates(y, b) or refuses_places(T, place):
+        return reason
     if rank % RANKS or rank > MAX_RANK:
         return f"wants ranks in multiples of {RANKS}, at most {MAX_RANK}, got {rank}"
     if F % TILE:

@@ -61,9 +61,13 @@ def _units(y: Array, x: Array, stack: Stack, place: Array, activation: str) -> A
 
 
 def _refuses_units(y: Array, x: Array, stack: Stack, place: Array, activation: str) -> str | None:
-    if activation != "silu":
-        return f"wants gates of silu, got {activation}"
-    return _refuses(x, stack, place) or lora_expand.refuses_units(y, _shape(stack.b), place)
+    if reason := _refuses_gate(activation) or _refuses(x, stack, place):
+        return reason
+    return lora_expand.refuses_units(y, _shape(stack.b), place)
+
+
+def _refuses_gate(activation: str) -> str | None:
+    return None if activation == "silu" else f"wants gates of silu, got {activation}"
 
 
 def _units_of_many(y: Array, x: Array, stack: Stack, place: Array, activation: str) -> Array:
@@ -72,8 +76,8 @@ def _units_of_many(y: Array, x: Array, stack: Stack, place: Array, activation: s
 
 
 def _refuses_many(y: Array, x: Array, stack: Stack, place: Array, activation: str) -> str | None:
-    if activation != "silu":
-        return f"wants gates of silu, got {activation}"
+    if reason := _refuses_gate(activation):
+        return reason
     if x.shape[0] < MANY:
         return f"is ahead for at least {MANY} tokens, got {x.shape[0]}"
     if (ranks := math.prod(stack.a.shape[1:3])) > MOST_RANKS:
